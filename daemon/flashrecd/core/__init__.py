@@ -1,0 +1,1 @@
+"""The daemon's decisions: pure, without sockets, clock or randomness."""

@@ -1,0 +1,1 @@
+"""The shard server: sealed bytes of this node, served to other nodes."""

@@ -1,0 +1,1 @@
+"""Rank processes: how they start, are watched, and end without a trace."""

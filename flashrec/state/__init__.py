@@ -1,0 +1,1 @@
+"""What state is: its layout, how it is captured from torch objects, sealed and moved."""
