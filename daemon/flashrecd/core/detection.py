@@ -1,0 +1,103 @@
+"""Who is suspected, and why: silence, and standing still while others wait. Pure; time is an argument.
+
+One knob, `suspect_after_s`, and what follows from it:
+
+    silence      no heartbeat for suspect_after_s: the process is stopped, or its interpreter is stuck
+    no progress  its tag has stood still for longer than max(2 x suspect_after_s, 5 x the longest step it has
+                 taken), it is behind every other rank, and all of those stand still too (they wait for it)
+
+When all stand still alike nobody is suspected: that is reported instead. If the watcher itself was not
+running (a tick came late), nobody is blamed for it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+STILL_FACTOR = 2.0
+STEP_FACTOR = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Watch:
+    heard_at: float
+    entered: int | None = None
+    entered_at: float = 0.0
+    progress: int = -1
+    moved_at: float = 0.0
+    longest_step_s: float = 0.0
+
+
+class Detector:
+    """Keeps what was last heard and seen of each process."""
+
+    def __init__(self, suspect_after_s: float) -> None:
+        self.suspect_after_s = suspect_after_s
+        self._watches: dict[str, _Watch] = {}
+        self._condemned: set[str] = set()
+        self._ticked_at: float | None = None
+        self._stall_reported = False
+
+    def heard(self, proc: str, now: float) -> None:
+        watch = self._watches.get(proc)
+        self._watches[proc] = replace(watch, heard_at=now) if watch else _Watch(now, moved_at=now)
+
+    def progressed(self, proc: str, entered: int | None, progress: int, now: float) -> None:
+        """`progress` orders the ranks: whoever has the smallest is behind."""
+        watch = self._watches.get(proc) or _Watch(now, moved_at=now)
+        if progress != watch.progress:
+            watch = replace(watch, progress=progress, moved_at=now)
+            self._stall_reported = False
+        if entered != watch.entered:
+            took = now - watch.entered_at if watch.entered is not None else 0.0
+            watch = replace(watch, entered=entered, entered_at=now, longest_step_s=max(watch.longest_step_s, took))
+        self._watches[proc] = watch
+
+    def forget(self, proc: str) -> None:
+        self._watches.pop(proc, None)
+        self._condemned.discard(proc)
+
+    def condemn(self, proc: str) -> bool:
+        """True the first time: a suspect is killed once."""
+        if proc in self._condemned:
+            return False
+        self._condemned.add(proc)
+        return True
+
+    def suspects(self, waiting: Mapping[str, bool], now: float) -> list[tuple[str, str]]:
+        """`waiting`: the processes to judge; True for one that waits for others by its own word."""
+        late = self._ticked_at is not None and now - self._ticked_at > self.suspect_after_s / 2
+        self._ticked_at = now
+        if late:  # it was the watcher that stood still
+            self._watches = {p: replace(w, heard_at=now, moved_at=now) for p, w in self._watches.items()}
+            return []
+        silent = [
+            (proc, f"no heartbeat for {now - watch.heard_at:.1f} s")
+            for proc, watch in self._watches.items()
+            if proc in waiting and now - watch.heard_at > self.suspect_after_s
+        ]
+        return silent or self._laggard(waiting, now)
+
+    def _bound(self, watch: _Watch) -> float:
+        return max(STILL_FACTOR * self.suspect_after_s, STEP_FACTOR * watch.longest_step_s)
+
+    def _laggard(self, waiting: Mapping[str, bool], now: float) -> list[tuple[str, str]]:
+        seen = {proc: self._watches[proc] for proc in waiting if proc in self._watches}
+        if len(seen) < len(waiting):
+            return []
+        busy = {proc: watch for proc, watch in seen.items() if not waiting[proc]}
+        still = [proc for proc, watch in busy.items() if now - watch.moved_at > self._bound(watch)]
+        if not busy or len(still) < len(busy):
+            return []
+        least = min(watch.progress for watch in busy.values())
+        behind = [proc for proc in still if busy[proc].progress == least]
+        if len(behind) < len(seen):
+            return [(p, f"no progress for {now - busy[p].moved_at:.1f} s while others wait for it") for p in behind]
+        return []
+
+    def stalled(self, waiting: Mapping[str, bool], now: float) -> bool:
+        """All stand still alike (true once per stall): nobody can be blamed, but somebody should know."""
+        seen = [self._watches[proc] for proc in waiting if proc in self._watches]
+        alike = len(seen) == len(waiting) > 0 and len({w.progress for w in seen}) == 1
+        stall = alike and not any(waiting.values()) and all(now - w.moved_at > self._bound(w) for w in seen)
+        report, self._stall_reported = stall and not self._stall_reported, stall
+        return report

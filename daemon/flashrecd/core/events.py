@@ -1,0 +1,181 @@
+"""What the core is told, and what it answers: plain values, all of them.
+
+A process is named by the core (`p7`); a rank is a number that processes hold one after another.
+"""
+
+from typing import NamedTuple
+
+from flashrecd.core.plan import Plan
+
+# --- events -----------------------------------------------------------------------------------------
+
+
+class Begin(NamedTuple):
+    """The job was accepted: start its world."""
+
+
+class BuiltOffered(NamedTuple):
+    """The script promised (init(standby="built")) that a standby may run it up to its first step."""
+
+
+class StandbyReady(NamedTuple):
+    proc: str
+    depth: str  # "forked" | "built"
+
+
+class Protected(NamedTuple):
+    proc: str
+    layout_digest: str
+
+
+class Parked(NamedTuple):
+    """`generation` is over for this process, for good: it will never vote in it again."""
+
+    proc: str
+    generation: int
+    version: int | None
+    can_advance: bool
+    sealed: tuple[int, ...] = ()  # versions of private state in the rank's arena
+
+
+class Formed(NamedTuple):
+    proc: str
+    generation: int
+    buckets: str = ""  # digest of what must be equal on all ranks besides state (DDP's buckets)
+
+
+class Leaving(NamedTuple):
+    proc: str
+    generation: int
+    version: int
+
+
+class Failed(NamedTuple):
+    """An exception left the rank's script; its exit follows."""
+
+    proc: str
+    error: str  # last line of the traceback
+
+
+class Exited(NamedTuple):
+    """Proof of death: the kernel said so. `sealed`: what the dead rank's arena still holds."""
+
+    proc: str
+    code: int | None
+    signal: int | None
+    sealed: tuple[int, ...] = ()
+
+
+class Heartbeat(NamedTuple):
+    proc: str
+
+
+class TagSeen(NamedTuple):
+    """A rank's published tag: `entered` is the step its body is in (None: between steps)."""
+
+    proc: str
+    entered: int | None
+    progress: int  # grows with every collective and phase change
+
+
+class Stop(NamedTuple):
+    """Somebody wants the job to end: politely, or now."""
+
+    reason: str
+    hard: bool
+
+
+class Tick(NamedTuple):
+    """Time passes."""
+
+
+Event = (
+    Begin
+    | BuiltOffered
+    | StandbyReady
+    | Protected
+    | Parked
+    | Formed
+    | Leaving
+    | Failed
+    | Exited
+    | Heartbeat
+    | TagSeen
+    | Stop
+    | Tick
+)
+
+# --- actions ----------------------------------------------------------------------------------------
+
+
+class Launch(NamedTuple):
+    """Start a process: for `rank`, or (None) as a standby."""
+
+    proc: str
+    rank: int | None
+    generation: int
+    replacement: bool
+
+
+class Prepare(NamedTuple):
+    """Tell a forked standby to run the script up to its first step, as nobody in particular."""
+
+    proc: str
+
+
+class Assign(NamedTuple):
+    """A standby takes a rank."""
+
+    proc: str
+    rank: int
+    generation: int
+
+
+class Abort(NamedTuple):
+    """Generation `generation` is over: cut its groups, park, report."""
+
+    generation: int
+    procs: tuple[str, ...]
+    reason: str
+
+
+class SendPlan(NamedTuple):
+    plan: Plan
+    procs: tuple[str, ...]
+
+
+class Release(NamedTuple):
+    """All ranks are at their end: they may exit."""
+
+    procs: tuple[str, ...]
+
+
+class Kill(NamedTuple):
+    proc: str
+    hard: bool
+    reason: str
+
+
+class End(NamedTuple):
+    """The job has ended; `code` is what `flashrec run` exits with."""
+
+    code: int
+    reason: str
+
+
+class Inspect(NamedTuple):
+    """Ask every rank for its stack and last collective: all stand still, and nobody can be blamed."""
+
+    procs: tuple[str, ...]
+
+
+class Log(NamedTuple):
+    """A line of the event log: every decision with its reason."""
+
+    event: str
+    rank: int | None
+    step: int | None
+    reason: str
+
+
+Action = Launch | Prepare | Assign | Abort | SendPlan | Release | Kill | End | Inspect | Log

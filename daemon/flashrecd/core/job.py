@@ -1,0 +1,526 @@
+"""One job's control: `Core.handle(event, now) -> list[Action]`, and nothing else.
+
+    STARTING --all protected--> RUNNING --a rank dies, or parks--> PARKING --all parked--> FORMING --all formed--> RUNNING
+       |  ^                        |                                   ^                      |
+       |  | nobody to recover from |                                   +---- somebody dies ---+
+       |  | and nothing to lose    +--all at their end--> CLOSING --all exited--> ENDED
+       v  |
+    RESTARTING (kills what is left, then starts the world anew)        STOPPING: the end was asked for, or is unavoidable
+
+Time is an argument, processes are names, and whatever was decided says why.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from flashrec.errors import UsageError
+from flashrecd.core import events as ev
+from flashrecd.core.detection import Detector
+from flashrecd.core.plan import Inventory, Survivor, plan_recovery
+
+
+class Status(StrEnum):
+    STARTING = "starting"
+    RUNNING = "running"
+    PARKING = "parking"
+    FORMING = "forming"
+    RESTARTING = "restarting"
+    CLOSING = "closing"
+    STOPPING = "stopping"
+    ENDED = "ended"
+
+
+class RankStatus(StrEnum):
+    STARTING = "starting"  # runs its script, not protected yet
+    LIVE = "live"
+    PARKED = "parked"
+    BUILDING = "building"  # a replacement that holds nothing yet
+    FORMING = "forming"
+    LEFT = "left"
+    DONE = "done"  # exited with code 0, and never called protect()
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobConfig:
+    """What the core must know of a job."""
+
+    world_size: int
+    num_standbys: int = 1
+    max_restarts: int | None = None  # recoveries before the job fails; None: no bound
+    max_tries_per_step: int = 3  # recoveries of the same version before the job fails
+    suspect_after_s: float = 3.0
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise UsageError(f"a job needs at least one rank, not {self.world_size}")
+        if self.num_standbys < 0:
+            raise UsageError(f"the number of standbys cannot be {self.num_standbys}")
+        if self.max_restarts is not None and self.max_restarts < 0:
+            raise UsageError(f"max restarts cannot be {self.max_restarts}")
+        if not self.suspect_after_s > 0:
+            raise UsageError(f"suspect_after_s must be positive, not {self.suspect_after_s}")
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A rank, and the process that holds it now."""
+
+    proc: str
+    status: RankStatus = RankStatus.STARTING
+    version: int | None = None
+    can_advance: bool = False
+    sealed: tuple[int, ...] = ()
+    layout: str | None = None
+    buckets: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class JobState:
+    """Everything the core knows; frozen, so that an explorer can keep and compare it."""
+
+    status: Status = Status.STARTING
+    generation: int = 1  # newest generation any rank was told of
+    members: tuple[Member, ...] = ()
+    standbys: tuple[tuple[str, str], ...] = ()  # (process, depth), oldest first; depth "" until it is ready
+    num_launched: int = 0
+    built_offered: bool = False
+    restarts: int = 0
+    tries: tuple[int, int] = (-1, 0)  # version, recoveries at it
+    first_failure: str = ""
+    errors: tuple[tuple[str, str], ...] = ()  # process -> last line of its traceback
+    outcome: tuple[int, str] | None = None  # code and reason, once the end is decided
+    stopping_procs: tuple[str, ...] = ()
+    deadline: float | None = None  # when those who were asked to end are made to
+
+
+GRACE_S = 15.0  # from the polite signal to the hard one
+CLOSING_S = 60.0  # from the last rank's end of training to the exit of all
+GONE = (RankStatus.DEAD, RankStatus.DONE)
+HOLDS_STATE = (RankStatus.LIVE, RankStatus.PARKED, RankStatus.FORMING, RankStatus.LEFT)
+
+
+@dataclass(slots=True)
+class Core:
+    """The decisions of one job. `state` may be read, kept, and put back (the explorer does)."""
+
+    config: JobConfig
+    state: JobState = field(default_factory=JobState)
+    detector: Detector = field(init=False)
+    _out: list[ev.Action] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.detector = Detector(self.config.suspect_after_s)
+
+    # --- the one entrance ---------------------------------------------------------------------------
+
+    def handle(self, event: ev.Event, now: float) -> list[ev.Action]:
+        """The actions `event` leads to at monotonic time `now` (seconds)."""
+        self._out = []
+        rule = TABLE[type(event)]
+        if self.state.status is not Status.ENDED:
+            rule(self, event, now)
+        return self._out
+
+    # --- small words ----------------------------------------------------------------------------------
+
+    def _set(self, **changes: object) -> None:
+        self.state = replace(self.state, **changes)  # type: ignore[arg-type]
+
+    def _do(self, action: ev.Action) -> None:
+        self._out.append(action)
+
+    def _log(self, event: str, reason: str, rank: int | None = None, step: int | None = None) -> None:
+        self._do(ev.Log(event, rank, step, reason))
+
+    def rank_of(self, proc: str) -> int | None:
+        """The rank a process holds, or None: a standby, a process of the past, a stranger."""
+        for rank, member in enumerate(self.state.members):
+            if member.proc == proc and member.status not in GONE:
+                return rank
+        return None
+
+    def _update(self, rank: int, **changes: object) -> Member:
+        member = replace(self.state.members[rank], **changes)  # type: ignore[arg-type]
+        self._set(members=(*self.state.members[:rank], member, *self.state.members[rank + 1 :]))
+        return member
+
+    def _new_proc(self) -> str:
+        self._set(num_launched=self.state.num_launched + 1)
+        return f"p{self.state.num_launched}"
+
+    def _live_procs(self) -> tuple[str, ...]:
+        return tuple(m.proc for m in self.state.members if m.status not in GONE)
+
+    # --- starting ---------------------------------------------------------------------------------------
+
+    def _begin(self, event: ev.Begin, now: float) -> None:
+        self._start_world("the job was submitted")
+
+    def _start_world(self, reason: str) -> None:
+        members = []
+        for rank in range(self.config.world_size):
+            proc = self._new_proc()
+            members.append(Member(proc))
+            self._do(ev.Launch(proc, rank, self.state.generation, replacement=False))
+        self._set(members=tuple(members), status=Status.STARTING)
+        self._log("world starting", reason)
+        self._refill_standbys()
+
+    def _refill_standbys(self) -> None:
+        while len(self.state.standbys) < self.config.num_standbys:
+            proc = self._new_proc()
+            self._set(standbys=(*self.state.standbys, (proc, "")))
+            self._do(ev.Launch(proc, None, self.state.generation, replacement=True))
+
+    def _built_offered(self, event: ev.BuiltOffered, now: float) -> None:
+        self._set(built_offered=True)
+
+    def _prepare_standbys(self) -> None:
+        """Building one while the world starts would take the cores from it, and find no peer to learn from."""
+        if self.state.built_offered and self.state.status is Status.RUNNING:
+            for proc, depth in self.state.standbys:
+                if depth == "forked":
+                    self._set(standbys=tuple((p, "building" if p == proc else d) for p, d in self.state.standbys))
+                    self._do(ev.Prepare(proc))
+
+    def _standby_ready(self, event: ev.StandbyReady, now: float) -> None:
+        if event.proc not in dict(self.state.standbys):
+            return
+        self._set(standbys=tuple((p, event.depth if p == event.proc else d) for p, d in self.state.standbys))
+        self._log("standby ready", f"{event.proc} is {event.depth}")
+        self._prepare_standbys()
+
+    def _protected(self, event: ev.Protected, now: float) -> None:
+        rank = self.rank_of(event.proc)
+        if rank is None or self.state.status in (Status.STOPPING, Status.CLOSING, Status.RESTARTING):
+            return
+        member = self._update(rank, layout=event.layout_digest)
+        if member.status is RankStatus.STARTING:
+            self._update(rank, status=RankStatus.LIVE, version=0)
+        layouts = {m.layout for m in self.state.members if m.layout and m.status not in GONE}
+        done = [r for r, m in enumerate(self.state.members) if m.status is RankStatus.DONE]
+        if done:
+            self._finish(1, f"rank {done[0]} ended with exit code 0 before protect(), which rank {rank} has called")
+        elif len(layouts) > 1:
+            odd = [r for r, m in enumerate(self.state.members) if m.layout and m.layout != event.layout_digest]
+            self._finish(1, f"rank {rank} and rank {odd[0]} disagree about the layout of the state")
+        elif self.state.status is Status.STARTING and self._all(RankStatus.LIVE, RankStatus.LEFT):
+            self._set(status=Status.RUNNING)
+            self._log("running", "every rank has protected its state", step=0)
+            self._prepare_standbys()
+
+    def _all(self, *statuses: RankStatus) -> bool:
+        return all(m.status in statuses for m in self.state.members)
+
+    # --- failure --------------------------------------------------------------------------------------------
+
+    def _exited(self, event: ev.Exited, now: float) -> None:
+        self.detector.forget(event.proc)
+        how = f"exit code {event.code}" if event.signal is None else f"signal {event.signal}"
+        error = dict(self.state.errors).get(event.proc)
+        if error:
+            how += f": {error}"
+        if event.proc in dict(self.state.standbys):
+            self._standby_lost(event.proc, how)
+            return
+        if event.proc in self.state.stopping_procs:
+            self._gone(event.proc)
+            return
+        rank = self.rank_of(event.proc)
+        if rank is None:
+            return
+        self._update(rank, status=RankStatus.DEAD, sealed=event.sealed)
+        if self.state.status is Status.CLOSING:
+            self._closed(rank, event, how)
+            return
+        step = self.state.members[rank].version
+        self._log("rank lost", how, rank, step)
+        if not self.state.first_failure:
+            self._set(first_failure=f"rank {rank} failed first: {how}")
+        if self.state.status is Status.STARTING or not self._anything_to_lose():
+            self._restart_world(rank, event, how)
+        elif self._charge(f"rank {rank}: {how}"):
+            self._park_all(f"rank {rank} is lost ({how})")
+            self._replace(rank)
+            self._plan_if_parked()
+
+    def _anything_to_lose(self) -> bool:
+        """Without a rank that holds state there is nothing to recover; at version 0 nothing was lost either."""
+        if any(m.status in HOLDS_STATE for m in self.state.members):
+            return True
+        return max(v for m in self.state.members for v in (0, m.version or 0, *m.sealed)) > 0
+
+    def _charge(self, cause: str) -> bool:
+        """Takes one from the restart budget; False, and the job ends, when it is spent."""
+        self._set(restarts=self.state.restarts + 1)
+        if self.config.max_restarts is not None and self.state.restarts > self.config.max_restarts:
+            self._finish(1, f"{cause}; the restart budget of {self.config.max_restarts} is spent")
+            return False
+        return True
+
+    def _restart_world(self, rank: int, event: ev.Exited, how: str) -> None:
+        if event.signal is None and event.code == 0 and self.state.status is Status.STARTING:
+            self._ended_unprotected(rank)
+            return
+        if event.signal is None and event.code != 0:
+            self._finish(event.code or 1, f"rank {rank} failed before its first step: {how}")
+            return
+        tries = self.state.tries[1] + 1 if self.state.tries[0] == 0 else 1
+        self._set(tries=(0, tries))
+        if tries > self.config.max_tries_per_step:
+            self._finish(1, f"rank {rank}: {how}; the world was started {tries} times and never got past its start")
+            return
+        if not self._charge(f"rank {rank}: {how}"):
+            return
+        self._set(status=Status.RESTARTING, generation=self.state.generation + 1)
+        self._kill_all(f"rank {rank} died before every rank had protected its state: the world starts anew")
+        if not self.state.stopping_procs:
+            self._start_world("nothing was left of the first start")
+
+    def _ended_unprotected(self, rank: int) -> None:
+        """A script that never protects anything is allowed; one rank of it that ends while another protects is not."""
+        self._update(rank, status=RankStatus.DONE)
+        held = [r for r, m in enumerate(self.state.members) if m.status in HOLDS_STATE]
+        if held:
+            self._finish(1, f"rank {rank} ended with exit code 0 before protect(), which rank {held[0]} has called")
+        elif self._all(RankStatus.DONE):
+            self._finish(0, "every rank ended with exit code 0; none had called flashrec.protect()")
+
+    def _park_all(self, reason: str) -> None:
+        """Ends the newest generation, if ranks were told of one that was not ended before."""
+        if self.state.status is Status.PARKING:
+            return
+        ended = self.state.generation
+        for rank, member in enumerate(self.state.members):
+            if member.status in (RankStatus.LIVE, RankStatus.FORMING, RankStatus.LEFT):
+                self._update(rank, status=RankStatus.LIVE)
+        self._set(status=Status.PARKING)
+        self._log("abort", f"generation {ended}: {reason}")
+        self._do(ev.Abort(ended, self._live_procs(), reason))
+
+    def _replace(self, rank: int) -> None:
+        """A process for `rank`: the best standby that is ready, or a new one."""
+        order = ("built", "forked", "building")  # one that is being built may be the slowest of all: it comes last
+        ready = sorted((s for s in self.state.standbys if s[1]), key=lambda s: order.index(s[1]))
+        generation = self.state.generation + 1
+        sealed = self.state.members[rank].sealed
+        if ready:
+            proc, depth = ready[0]
+            self._set(standbys=tuple(s for s in self.state.standbys if s[0] != proc))
+            self._do(ev.Assign(proc, rank, generation))
+            self._log("replacement", f"{proc}, a {depth} standby, takes the rank", rank)
+        else:
+            proc = self._new_proc()
+            self._do(ev.Launch(proc, rank, generation, replacement=True))
+            self._log("replacement", f"no standby was ready: {proc} is started", rank)
+        self._update(rank, proc=proc, status=RankStatus.BUILDING, version=None, can_advance=False, sealed=sealed)
+
+    def _standby_lost(self, proc: str, how: str) -> None:
+        """A standby that fails never harms the world; it is made anew when a rank is next replaced."""
+        self._set(standbys=tuple(s for s in self.state.standbys if s[0] != proc))
+        self._log("standby lost", f"{proc}: {how}")
+
+    # --- recovery ---------------------------------------------------------------------------------------
+
+    def _parked(self, event: ev.Parked, now: float) -> None:
+        rank = self.rank_of(event.proc)
+        if rank is None or event.generation != self.state.generation:
+            return  # a process of the past, or a promise about a generation that is over
+        if self.state.status in (Status.RUNNING, Status.FORMING):
+            if not self._charge(f"rank {rank} parked"):
+                return
+            self._park_all(f"rank {rank} parked: a collective failed though nobody died")
+        if self.state.status is not Status.PARKING:
+            return
+        if event.version is None:
+            self._update(rank, status=RankStatus.BUILDING, version=None)
+        else:
+            self._update(
+                rank,
+                status=RankStatus.PARKED,
+                version=event.version,
+                can_advance=event.can_advance,
+                sealed=event.sealed,
+            )
+            self._log("parked", f"can advance: {event.can_advance}", rank, event.version)
+        self._plan_if_parked()
+
+    def _plan_if_parked(self) -> None:
+        if self.state.status is not Status.PARKING:
+            return
+        if not self._all(RankStatus.PARKED, RankStatus.BUILDING):
+            return
+        survivors = {
+            rank: Survivor(m.version or 0, m.can_advance)
+            for rank, m in enumerate(self.state.members)
+            if m.status is RankStatus.PARKED
+        }
+        sealed = {rank: m.sealed for rank, m in enumerate(self.state.members)}
+        generation = self.state.generation + 1
+        plan, reason = plan_recovery(Inventory(self.config.world_size, survivors, sealed), generation)
+        if plan is None:
+            self._finish(1, f"cannot recover: {reason}. {self.state.first_failure}")
+            return
+        tries = self.state.tries[1] + 1 if self.state.tries[0] == plan.version else 1
+        if tries > self.config.max_tries_per_step:
+            self._finish(
+                1,
+                f"step {plan.version} failed {tries} times; given up. {self._last_error() or self.state.first_failure}",
+            )
+            return
+        for rank in range(self.config.world_size):
+            self._update(rank, status=RankStatus.FORMING, buckets="")
+        self._set(status=Status.FORMING, generation=generation, tries=(plan.version, tries))
+        self._log("plan", f"generation {generation}: {reason}", step=plan.version)
+        self._do(ev.SendPlan(plan, self._live_procs()))
+
+    def _last_error(self) -> str:
+        return self.state.errors[-1][1] if self.state.errors else ""
+
+    def _formed(self, event: ev.Formed, now: float) -> None:
+        rank = self.rank_of(event.proc)
+        if rank is None or event.generation != self.state.generation or self.state.status is not Status.FORMING:
+            return
+        self._update(rank, status=RankStatus.LIVE, version=self.state.tries[0], buckets=event.buckets)
+        if not self._all(RankStatus.LIVE, RankStatus.LEFT):
+            return
+        if len({m.buckets for m in self.state.members}) > 1:
+            shown = ", ".join(f"rank {r}: {m.buckets or 'none'}" for r, m in enumerate(self.state.members))
+            self._finish(1, f"the ranks' gradient buckets differ after a recovery ({shown})")
+            return
+        self._set(status=Status.RUNNING)
+        self._log("running", f"generation {self.state.generation} is formed", step=self.state.tries[0])
+        self._set(first_failure="")
+        self._refill_standbys()
+        self._prepare_standbys()
+
+    # --- the end ----------------------------------------------------------------------------------------
+
+    def _leaving(self, event: ev.Leaving, now: float) -> None:
+        rank = self.rank_of(event.proc)
+        if rank is None or event.generation != self.state.generation:
+            return
+        if self.state.status in (Status.STARTING, Status.RUNNING, Status.FORMING):
+            if self.state.members[rank].status is RankStatus.LIVE:
+                self._update(rank, status=RankStatus.LEFT, version=event.version)
+                self._log("at its end", "the script is done; the rank lingers", rank, event.version)
+        if self._all(RankStatus.LEFT) and len({m.version for m in self.state.members}) == 1:
+            self._set(status=Status.CLOSING, deadline=now + CLOSING_S)
+            self._log("closing", "every rank is at its end")
+            self._do(ev.Release(self._live_procs()))
+            for proc, _ in self.state.standbys:
+                self._do(ev.Kill(proc, True, "the job is done"))
+
+    def _closed(self, rank: int, event: ev.Exited, how: str) -> None:
+        if event.code != 0 and self.state.outcome is None:
+            self._set(outcome=(event.code or 1, f"rank {rank} failed after training had ended: {how}"))
+        if self._all(RankStatus.DEAD):
+            self._end(*(self.state.outcome or (0, "every rank ended with exit code 0")))
+
+    def _failed(self, event: ev.Failed, now: float) -> None:
+        self._set(errors=(*self.state.errors[-7:], (event.proc, event.error)))
+
+    def _stop(self, event: ev.Stop, now: float) -> None:
+        if self.state.status is Status.STOPPING:
+            if event.hard:
+                for proc in self.state.stopping_procs:
+                    self._do(ev.Kill(proc, True, event.reason))
+            return
+        self._set(deadline=now + GRACE_S)
+        self._finish(130, event.reason, hard=event.hard)
+
+    def _finish(self, code: int, reason: str, *, hard: bool = True) -> None:
+        """The end is decided; it has come when the last process is gone."""
+        self._set(outcome=(code, reason), status=Status.STOPPING)
+        self._log("stopping", reason)
+        self._kill_all(reason, hard=hard)
+        if not self.state.stopping_procs:
+            self._end(code, reason)
+
+    def _kill_all(self, reason: str, *, hard: bool = True) -> None:
+        standbys = tuple(proc for proc, _ in self.state.standbys)
+        doomed = (*self._live_procs(), *standbys)
+        # Ranks and standbys are forgotten now, so that whatever they still say changes nothing.
+        members = tuple(replace(m, status=RankStatus.DEAD) for m in self.state.members)
+        self._set(members=members, standbys=(), stopping_procs=doomed)
+        for proc in doomed:
+            self._do(ev.Kill(proc, hard or proc in standbys, reason))
+
+    def _gone(self, proc: str) -> None:
+        self._set(stopping_procs=tuple(p for p in self.state.stopping_procs if p != proc))
+        if self.state.stopping_procs:
+            return
+        if self.state.status is Status.RESTARTING:
+            self._start_world("the world starts anew")
+        else:
+            assert self.state.outcome is not None
+            self._end(*self.state.outcome)
+
+    def _end(self, code: int, reason: str) -> None:
+        self._set(status=Status.ENDED, outcome=(code, reason))
+        self._log("ended", reason)
+        self._do(ev.End(code, reason))
+
+    # --- detection ----------------------------------------------------------------------------------------
+
+    def _heartbeat(self, event: ev.Heartbeat, now: float) -> None:
+        self.detector.heard(event.proc, now)
+
+    def _tag_seen(self, event: ev.TagSeen, now: float) -> None:
+        rank = self.rank_of(event.proc)
+        if rank is None:
+            return
+        self.detector.progressed(event.proc, event.entered, event.progress, now)
+        if event.entered is None:
+            return
+        for early, member in enumerate(self.state.members):
+            # A step needs every rank, so a rank at its end before another's step has ended too early.
+            if member.status is RankStatus.LEFT and (member.version or 0) <= event.entered:
+                self._kill_suspect(early, f"its script ended at step {member.version}, while rank {rank} is in it")
+
+    def _tick(self, event: ev.Tick, now: float) -> None:
+        watched = {
+            m.proc: m.status in (RankStatus.PARKED, RankStatus.LEFT, RankStatus.BUILDING, RankStatus.FORMING)
+            for m in self.state.members
+            if m.status not in GONE
+        }
+        if self.state.status in (Status.STOPPING, Status.CLOSING):
+            if self.state.deadline is not None and now > self.state.deadline:
+                self._set(deadline=None)
+                for proc in self.state.stopping_procs or self._live_procs():
+                    self._do(ev.Kill(proc, True, "it did not end when it was asked to"))
+            return
+        if self.detector.stalled(watched, now):
+            self._log("stalled", "every rank stands still alike; nobody can be blamed")
+            self._do(ev.Inspect(tuple(watched)))
+        for proc, why in self.detector.suspects(watched, now):
+            rank = self.rank_of(proc)
+            if rank is not None:
+                self._kill_suspect(rank, why)
+
+    def _kill_suspect(self, rank: int, why: str) -> None:
+        """Suspicion is not death: the process is killed, and replaced when the kernel says it is gone."""
+        proc = self.state.members[rank].proc
+        if self.detector.condemn(proc):
+            self._log("suspect", why, rank, self.state.members[rank].version)
+            self._do(ev.Kill(proc, True, why))
+
+
+# The one table: an event that is not in it raises.
+TABLE: dict[type, Callable[[Core, object, float], None]] = {
+    ev.Begin: Core._begin,  # type: ignore[dict-item]
+    ev.BuiltOffered: Core._built_offered,  # type: ignore[dict-item]
+    ev.StandbyReady: Core._standby_ready,  # type: ignore[dict-item]
+    ev.Protected: Core._protected,  # type: ignore[dict-item]
+    ev.Parked: Core._parked,  # type: ignore[dict-item]
+    ev.Formed: Core._formed,  # type: ignore[dict-item]
+    ev.Leaving: Core._leaving,  # type: ignore[dict-item]
+    ev.Failed: Core._failed,  # type: ignore[dict-item]
+    ev.Exited: Core._exited,  # type: ignore[dict-item]
+    ev.Heartbeat: Core._heartbeat,  # type: ignore[dict-item]
+    ev.TagSeen: Core._tag_seen,  # type: ignore[dict-item]
+    ev.Stop: Core._stop,  # type: ignore[dict-item]
+    ev.Tick: Core._tick,  # type: ignore[dict-item]
+}
