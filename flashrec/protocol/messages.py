@@ -1,0 +1,324 @@
+"""Every message of the control plane, as a frozen value. See `codec` for how they travel.
+
+Three kinds of peers talk to the daemon's control socket: processes it started (ranks and standbys),
+command lines, and nobody else: the socket is `ipc://` in a directory only its user can enter.
+
+Instants are `time.monotonic_ns()`, which all processes of a machine share.
+"""
+
+from dataclasses import dataclass
+
+# --- from a process the daemon started ------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First message of a process: who it is, and which release it runs."""
+
+    proc: str
+    pid: int
+    release: str
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    proc: str
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltOffered:
+    """init(standby="built"): a standby may run the script up to its first step."""
+
+    proc: str
+
+
+@dataclass(frozen=True, slots=True)
+class StandbyReady:
+    proc: str
+    depth: str
+
+
+@dataclass(frozen=True, slots=True)
+class Protected:
+    proc: str
+    layout_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    proc: str
+    generation: int
+    version: int | None
+    can_advance: bool
+    phase: str
+    at_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A survivor's part of the state lies in shared memory; `manifest` is for those who pull it."""
+
+    proc: str
+    generation: int
+    rank: int
+    manifest: bytes
+    at_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Formed:
+    proc: str
+    generation: int
+    buckets: str
+    pulled_ns: int
+    rehearsed_ns: int
+    at_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """First commit after a forming, or after a redo; later ones show in the tag alone."""
+
+    proc: str
+    generation: int
+    version: int
+    at_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """An exception left the script; the process is about to exit."""
+
+    proc: str
+    step: int | None
+    traceback: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    proc: str
+    generation: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """Something a person should read in the event log."""
+
+    proc: str
+    event: str
+    step: int | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """Rendezvous: make a value known to the other ranks of this generation."""
+
+    proc: str
+    generation: int
+    key: str
+    value: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Get:
+    """Rendezvous: answered with a Value as soon as somebody has put the key."""
+
+    proc: str
+    generation: int
+    key: str
+
+
+# --- to such a process --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Answer to Hello: what the job looks like. `rank` None: you are a standby."""
+
+    job: str
+    shm_dir: str
+    rank: int | None
+    world_size: int
+    generation: int
+    replacement: bool
+    pull: str
+    shard_address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The daemon does not accept the sender; `reason` is for a person."""
+
+    kind: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """To a forked standby: run the script up to its first step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    rank: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePlan:
+    generation: int
+    version: int
+    replaced: tuple[int, ...]
+    sources: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PartReady:
+    """A survivor's Exported, passed on to the replaced ranks."""
+
+    generation: int
+    rank: int
+    manifest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    generation: int
+    key: str
+    value: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Inspect:
+    """Write your stacks and last collective to the event log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """All ranks are at their end."""
+
+
+# --- command lines ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Run a job. `target` is a script's path, or a module's name with `module`."""
+
+    release: str
+    target: str
+    module: bool
+    args: tuple[str, ...]
+    cwd: str
+    python: str
+    env: tuple[tuple[str, str], ...]
+    world_size: int
+    num_standbys: int
+    max_restarts: int | None
+    log_dir: str | None
+    start_method: str
+    pull: str
+    suspect_after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    job: str
+    log_dir: str
+    shm_dir: str
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Whole lines of a rank's output."""
+
+    rank: int
+    stream: str
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Happened:
+    """A line of the event log, as it is written."""
+
+    line: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobEnded:
+    job: str
+    code: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Present:
+    """A submitting command line is still there."""
+
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopJob:
+    job: str
+    hard: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AskStatus:
+    """Answered with a Status."""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """`document` is JSON: what `flashrec status --json` prints."""
+
+    document: str
+
+
+@dataclass(frozen=True, slots=True)
+class SignalRank:
+    rank: int
+    signal: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The request was carried out; `detail` is for a person."""
+
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShutDown:
+    """End the daemon, and its job with it."""
+
+
+FROM_PROCESS = (
+    Hello
+    | Heartbeat
+    | BuiltOffered
+    | StandbyReady
+    | Protected
+    | Parked
+    | Exported
+    | Formed
+    | Committed
+    | Failed
+    | Leaving
+    | Noted
+    | Put
+    | Get
+)
+TO_PROCESS = Welcome | Refused | Prepare | Assign | Abort | ResumePlan | PartReady | Value | Inspect | Released
+FROM_COMMAND = Submit | Present | StopJob | AskStatus | SignalRank | ShutDown
+TO_COMMAND = Refused | Submitted | Output | Happened | JobEnded | Status | Done
+Message = FROM_PROCESS | TO_PROCESS | FROM_COMMAND | TO_COMMAND
