@@ -59,7 +59,8 @@ $(STAMP): pyproject.toml constraints.txt
 	  fi; \
 	fi; \
 	$(PIP) install --quiet --constraint constraints.txt pip; \
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'; \
+	PYTHONWARNINGS='ignore:Editable installation' \
+	  $(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'; \
 	touch $@
 
 clean:
