@@ -206,9 +206,15 @@ class Core:
         elif len(layouts) > 1:
             odd = [r for r, m in enumerate(self.state.members) if m.layout and m.layout != event.layout_digest]
             self._finish(1, f"rank {rank} and rank {odd[0]} disagree about the layout of the state")
-        elif self.state.status is Status.STARTING and self._all(RankStatus.LIVE, RankStatus.LEFT):
+        elif self.state.status is Status.STARTING and self._all(
+            RankStatus.LIVE, RankStatus.LEFT, RankStatus.PARKED
+        ):
             self._set(status=Status.RUNNING)
             self._log("running", "every rank has protected its state", step=0)
+            parked = [r for r, m in enumerate(self.state.members) if m.status is RankStatus.PARKED]
+            if parked:  # it was faster than the news that all had protected, and says so only once
+                self._park_for(parked[0])
+                self._plan_if_parked()
             self._prepare_standbys()
 
     def _all(self, *statuses: RankStatus) -> bool:
@@ -329,10 +335,8 @@ class Core:
         if rank is None or event.generation != self.state.generation:
             return  # a process of the past, or a promise about a generation that is over
         if self.state.status in (Status.RUNNING, Status.FORMING):
-            if not self._charge(f"rank {rank} parked"):
-                return
-            self._park_all(f"rank {rank} parked: a collective failed though nobody died")
-        if self.state.status is not Status.PARKING:
+            self._park_for(rank)
+        if self.state.status not in (Status.PARKING, Status.STARTING):
             return
         if event.version is None:
             self._update(rank, status=RankStatus.BUILDING, version=None)
@@ -346,6 +350,10 @@ class Core:
             )
             self._log("parked", f"can advance: {event.can_advance}", rank, event.version)
         self._plan_if_parked()
+
+    def _park_for(self, rank: int) -> None:
+        if self._charge(f"rank {rank} parked"):
+            self._park_all(f"rank {rank} parked: a collective failed though nobody died")
 
     def _plan_if_parked(self) -> None:
         if self.state.status is not Status.PARKING:
