@@ -1,0 +1,106 @@
+"""Which processes belong to the daemon, and whose they were.
+
+The daemon is a child subreaper: a process whose parent dies becomes its child, wherever in the tree and in
+whatever session it was. A rank is a subreaper too, so what a live rank's script abandons stays under that
+rank. A child of the daemon that nobody started on purpose therefore was a dead rank's, and may be ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from typing import NamedTuple
+
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
+
+
+class ProcessStat(NamedTuple):
+    """What /proc/<pid>/stat says that matters here."""
+
+    name: str
+    state: str
+    parent: int
+    start_ticks: int
+    """Since boot; with the pid it names one process, for ever."""
+
+
+def is_subreaper() -> bool:
+    value = ctypes.c_int(0)
+    _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(value))
+    return bool(value.value)
+
+
+def set_subreaper(on: bool) -> None:
+    """Whether orphans below this process become its children. Raises OSError."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(on))
+
+
+def _prctl(option: int, argument: object) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, argument, *[ctypes.c_ulong(0)] * 3) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"prctl({option}): {os.strerror(code)}")
+
+
+def process_stat(pid: int) -> ProcessStat | None:
+    """None when there is no such process (any more)."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The name is in parentheses and may hold anything, also spaces and parentheses.
+    head, _, tail = text.rpartition(b")")
+    fields = tail.split()
+    return ProcessStat(
+        name=head.partition(b"(")[2].decode(errors="replace"),
+        state=fields[0].decode(),
+        parent=int(fields[1]),
+        start_ticks=int(fields[19]),
+    )
+
+
+def children_of(pid: int) -> list[int]:
+    """The direct children of `pid`, zombies included; [] when it is gone.
+
+    The kernel's list may miss an entry while a neighbour in it is exiting: look again after an exit.
+    """
+    children: list[int] = []
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    for thread in threads:
+        try:
+            with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
+                children += map(int, file.read().split())
+        except ProcessLookupError:
+            continue  # that thread has ended; its children are another thread's now
+        except FileNotFoundError:
+            if not os.path.exists(f"/proc/{pid}/task/{thread}"):
+                continue
+            return _children_by_parent(pid)  # a kernel without CONFIG_PROC_CHILDREN
+    return children
+
+
+def _children_by_parent(pid: int) -> list[int]:
+    children = []
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            with contextlib.suppress(PermissionError):  # /proc mounted with hidepid: not ours
+                stat = process_stat(int(name))
+                if stat is not None and stat.parent == pid:
+                    children.append(int(name))
+    return children
+
+
+def descendants_of(pid: int) -> list[int]:
+    """Children, their children and so on, parents first."""
+    found: list[int] = []
+    level = [pid]
+    while level:
+        level = [child for parent in level for child in children_of(parent) if child not in found]
+        found += level
+    return found
