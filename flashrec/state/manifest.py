@@ -1,0 +1,125 @@
+"""What one rank offers to others: pieces of its state in one file, with the checksum of every chunk. No
+torch.
+
+The file export/g<generation>.r<rank> is the concatenation of the pieces, in order. It is checked, sent and
+asked for in chunks of `chunk_bytes` of that stream (the last may be shorter), whatever pieces they cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flashrec.errors import IntegrityError, ProtocolError
+from flashrec.state.layout import Layout, Piece
+
+EXPORT = "export"
+# Large enough that a message costs little beside its bytes, small enough to stay in a cache between being
+# copied and being checked.
+CHUNK_BYTES = 1 << 20
+MAX_CHUNK_BYTES = 4 << 20
+
+
+def export_path(directory: Path | str, generation: int, rank: int) -> Path:
+    """Where `rank` puts what it exports in `generation`, below the job's directory in shared memory."""
+    return Path(directory) / EXPORT / f"g{generation}.r{rank}"
+
+
+@dataclass(frozen=True)
+class ExportManifest:
+    """`rank`'s export. `path` is absolute on its node; `checksums` has one xxh3_64 per chunk."""
+
+    path: str
+    rank: int
+    version: int
+    generation: int
+    layout_digest: str
+    pieces: tuple[Piece, ...]
+    chunk_bytes: int
+    checksums: tuple[int, ...]
+    size_bytes: int
+
+    @property
+    def name(self) -> str:
+        """The file's name at the shard server."""
+        return f"{EXPORT}/{Path(self.path).name}"
+
+    def chunk_range(self, chunk: int) -> tuple[int, int]:
+        """(offset in the file, size in bytes) of a chunk."""
+        offset = chunk * self.chunk_bytes
+        return offset, min(self.chunk_bytes, self.size_bytes - offset)
+
+    def check(self, layout: Layout, version: int, generation: int) -> None:
+        """Raises IntegrityError when this does not offer `version` of `layout` in `generation`."""
+        if (self.version, self.generation) != (version, generation):
+            raise IntegrityError(
+                f"rank {self.rank} offers version {self.version} in generation {self.generation}, "
+                f"not version {version} in generation {generation}"
+            )
+        if self.layout_digest != layout.digest:
+            raise IntegrityError(f"rank {self.rank} offers a state of another layout ({self.layout_digest})")
+        for piece in self.pieces:
+            if piece.tensor_index >= len(layout):
+                raise IntegrityError(f"rank {self.rank} offers {piece}, beyond the layout's end")
+            if piece.offset + piece.size_bytes > layout.specs[piece.tensor_index].size_bytes:
+                raise IntegrityError(
+                    f"rank {self.rank} offers {piece}, beyond the end of {layout.specs[piece.tensor_index]}"
+                )
+
+    def to_wire(self) -> list[Any]:
+        return [
+            self.path,
+            self.rank,
+            self.version,
+            self.generation,
+            self.layout_digest,
+            [piece.to_wire() for piece in self.pieces],
+            self.chunk_bytes,
+            list(self.checksums),
+            self.size_bytes,
+        ]
+
+    @staticmethod
+    def from_wire(wire: object) -> ExportManifest:
+        """Raises ProtocolError when `wire` is not what `to_wire` makes."""
+        if type(wire) is not list or len(wire) != 9:
+            raise ProtocolError("a manifest that is not a list of nine fields")
+        path, rank, version, generation, layout_digest, pieces_wire, chunk_bytes, checksums, size_bytes = wire
+        if type(path) is not str or not path.startswith("/") or type(layout_digest) is not str:
+            raise ProtocolError("a manifest whose path or digest is not text")
+        numbers = (rank, version, generation, chunk_bytes, size_bytes)
+        if any(type(number) is not int or not 0 <= number < 1 << 62 for number in numbers):
+            raise ProtocolError(f"a manifest with the numbers {numbers}")
+        if type(pieces_wire) is not list or type(checksums) is not list:
+            raise ProtocolError("a manifest without pieces or checksums")
+        if any(type(value) is not int or not 0 <= value < 1 << 64 for value in checksums):
+            raise ProtocolError("a manifest with a checksum that is none")
+        pieces = tuple(Piece.from_wire(piece) for piece in pieces_wire)
+        if not 1 <= chunk_bytes <= MAX_CHUNK_BYTES or size_bytes != sum(piece.size_bytes for piece in pieces):
+            raise ProtocolError(f"a manifest of {size_bytes} bytes in chunks of {chunk_bytes}")
+        if len(checksums) != -(-size_bytes // chunk_bytes):
+            raise ProtocolError(f"a manifest with {len(checksums)} checksums for {size_bytes} bytes")
+        return ExportManifest(
+            path, rank, version, generation, layout_digest, pieces, chunk_bytes, tuple(checksums), size_bytes
+        )
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a part can be had: the file itself on this node (`address` None), or a shard server that has it.
+
+    `key` is what that server asks for, if it asks for one."""
+
+    manifest: ExportManifest
+    address: str | None = None
+    key: bytes = b""
+
+    def __str__(self) -> str:
+        where = "this node's memory" if self.address is None else self.address
+        return f"rank {self.manifest.rank} in {where}"
+
+
+# The sources of the same pieces, best first.
+Part = Sequence[Source]

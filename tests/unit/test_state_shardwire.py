@@ -1,0 +1,256 @@
+"""What the shard server answers to whom: only complete files of two kinds, to who has the key, whatever is
+sent."""
+
+import json
+import os
+from pathlib import Path
+
+import msgpack
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flashrec.errors import EnvironmentFault, ProtocolError, UsageError
+from flashrec.state.manifest import MAX_CHUNK_BYTES
+from flashrec.state.shardwire import (
+    PROTOCOL,
+    Get,
+    ReplyHeader,
+    Stats,
+    pack_header,
+    pack_request,
+    unpack_header,
+    unpack_request,
+)
+from flashrecd.shards.server import ShardFiles, check_endpoint
+
+DATA = bytes(range(256)) * 16
+KEY = b"secret key"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for folder in ("export", "private", "layout"):
+        (tmp_path / "job" / folder).mkdir(parents=True)
+    (tmp_path / "job" / "export" / "g2.r0").write_bytes(DATA)
+    (tmp_path / "job" / "private" / "r0.v7.g2").write_bytes(DATA[::-1])
+    (tmp_path / "job" / "private" / ".r0.v8.g2.1.1").write_bytes(b"being written")
+    (tmp_path / "job" / "layout" / "r0").write_bytes(b"layout")
+    (tmp_path / "secret").write_bytes(b"secret")
+    return tmp_path / "job"
+
+
+def ask(files: ShardFiles, frame: bytes, *more: bytes) -> tuple[ReplyHeader, bytes]:
+    header, data = files.answer([frame, *more])
+    return unpack_header(header), bytes(data)
+
+
+def get(
+    files: ShardFiles, name: str, offset: int = 0, size_bytes: int = 10, key: bytes = b""
+) -> tuple[ReplyHeader, bytes]:
+    return ask(files, pack_request(Get(5, name, offset, size_bytes), key))
+
+
+def test_ranges_of_both_kinds_of_file(root: Path) -> None:
+    files = ShardFiles(root)
+    assert get(files, "export/g2.r0", 3, 20) == (ReplyHeader(5, "ok", ""), DATA[3:23])
+    assert get(files, "private/r0.v7.g2", 0, len(DATA)) == (ReplyHeader(5, "ok", ""), DATA[::-1])
+    assert files.counters.sent_bytes == 20 + len(DATA)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "secret",
+        "../secret",
+        "export/../../secret",
+        "export/../layout/r0",
+        "layout/r0",
+        "/etc/passwd",
+        "export/",
+        "export/g2.r0/",
+        "export/g2.r0\0",
+        "export/g2.r0\n",
+        "private/.r0.v8.g2.1.1",
+        "export/g\u0662.r0",
+        "",
+        "export//g2.r0",
+    ],
+)
+def test_no_other_name_can_be_spelt(root: Path, name: str) -> None:
+    files = ShardFiles(root)
+    header, data = get(files, name)
+    assert header.status == "refused"
+    assert data == b""
+    assert files.counters.refused_requests == 1
+    assert files.counters.sent_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("offset", "size_bytes"), [(-1, 5), (0, 0), (0, -1), (0, MAX_CHUNK_BYTES + 1), (1 << 63, 1)]
+)
+def test_ranges_that_are_none_are_refused(root: Path, offset: int, size_bytes: int) -> None:
+    assert get(ShardFiles(root), "export/g2.r0", offset, size_bytes)[0].status == "refused"
+
+
+@pytest.mark.parametrize(
+    ("name", "offset", "size_bytes"),
+    [("export/g9.r0", 0, 1), ("export/g2.r0", len(DATA) - 1, 2), ("export/g2.r0", 1 << 40, 1)],
+)
+def test_what_is_not_there_is_gone(root: Path, name: str, offset: int, size_bytes: int) -> None:
+    files = ShardFiles(root)
+    header, data = get(files, name, offset, size_bytes)
+    assert (header.request_id, header.status, data) == (5, "gone", b"")
+    assert files.counters.missing_files == 1
+
+
+def test_links_pipes_and_directories_are_not_followed(root: Path) -> None:
+    (root / "export" / "g3.r0").symlink_to(root.parent / "secret")
+    (root / "export" / "g3.r1").mkdir()
+    os.mkfifo(root / "export" / "g3.r2")
+    files = ShardFiles(root)
+    for rank in range(3):
+        assert get(files, f"export/g3.r{rank}", 0, 1)[0].status == "gone"
+
+
+def test_a_file_cut_or_replaced_since_is_looked_up_anew(root: Path) -> None:
+    files = ShardFiles(root)
+    path = root / "export" / "g2.r0"
+    assert get(files, "export/g2.r0", 0, len(DATA))[1] == DATA
+    os.truncate(path, 100)
+    assert get(files, "export/g2.r0", 0, len(DATA))[0].status == "gone"
+    path.unlink()
+    assert get(files, "export/g2.r0")[0].status == "gone"
+    path.write_bytes(b"0123456789")
+    assert get(files, "export/g2.r0")[1] == b"0123456789"
+    path.write_bytes(b"")
+    assert get(files, "export/g2.r0")[0].status == "gone"
+
+
+def test_mappings_are_bounded_and_forgotten(root: Path) -> None:
+    files = ShardFiles(root)
+    for rank in range(100):
+        (root / "export" / f"g5.r{rank}").write_bytes(DATA)
+        assert get(files, f"export/g5.r{rank}")[0].status == "ok"
+    mapped = sum(str(root) in line for line in Path("/proc/self/maps").read_text().splitlines())
+    assert 0 < mapped <= 40
+    for rank in range(100):
+        (root / "export" / f"g5.r{rank}").unlink()
+    files.forget_removed()
+    assert str(root / "export" / "g5.r") not in Path("/proc/self/maps").read_text()
+
+
+def test_the_key_is_asked_for(root: Path) -> None:
+    files = ShardFiles(root, KEY)
+    assert get(files, "export/g2.r0")[0].status == "refused"
+    assert get(files, "export/g2.r0", key=b"secret kex")[0].status == "refused"
+    assert get(files, "export/g2.r0", key=KEY)[0].status == "ok"
+    assert ask(files, pack_request(Stats(1), b""))[0].status == "refused"
+
+
+def test_counters_can_be_asked_for(root: Path) -> None:
+    files = ShardFiles(root)
+    get(files, "export/g2.r0")
+    get(files, "nothing")
+    header, data = ask(files, pack_request(Stats(9), b""))
+    assert header == ReplyHeader(9, "ok", "")
+    assert msgpack.unpackb(data) == {
+        "requests": 3,
+        "refused_requests": 1,
+        "missing_files": 0,
+        "dropped_replies": 0,
+        "sent_bytes": 10,
+    }
+
+
+def test_refusals_are_logged_but_not_without_end(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = ShardFiles(root)
+    for _ in range(3000):
+        files.answer([b"junk"])
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert files.counters.refused_requests == 3000
+    assert 20 <= len(lines) < 30
+    assert lines[0]["event"] == "request refused"
+    assert lines[-1]["count"] == 3000
+
+
+frames = st.one_of(
+    st.binary(max_size=80),
+    st.recursive(
+        st.one_of(
+            st.none(), st.booleans(), st.integers(-5, 1 << 63), st.text(max_size=20), st.binary(max_size=20)
+        ),
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=6), st.dictionaries(st.text(max_size=3), inner, max_size=3)
+        ),
+    ).map(msgpack.packb),
+    st.lists(
+        st.one_of(
+            st.integers(),
+            st.none(),
+            st.sampled_from([b"", "get", "stats", "export/g2.r0", "../x", 0, 1, 4096, -1, 1.5]),
+        ).filter(lambda value: not isinstance(value, int) or abs(value) < 1 << 63),
+        max_size=6,
+    ).map(lambda rest: msgpack.packb([PROTOCOL, *rest])),
+)
+
+
+@given(st.lists(frames, max_size=3))
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_is_sent_is_answered_and_harms_nothing(root: Path, sent: list[bytes]) -> None:
+    files = ShardFiles(root)
+    header, data = files.answer(sent)
+    reply = unpack_header(header)
+    assert reply.status in ("ok", "refused", "gone")
+    assert reply.status == "ok" or bytes(data) == b""
+    assert get(files, "export/g2.r0")[1] == DATA[:10]
+
+
+@given(st.binary(max_size=60))
+def test_garbage_is_no_request_and_no_header(frame: bytes) -> None:
+    for unpack in (unpack_request, unpack_header):
+        try:
+            unpack(frame)
+        except ProtocolError:
+            continue
+
+
+def test_round_trips_and_bounds() -> None:
+    assert unpack_request(pack_request(Get(1, "export/g1.r2", 3, 4), b"k")) == (
+        Get(1, "export/g1.r2", 3, 4),
+        b"k",
+    )
+    assert unpack_request(pack_request(Stats(1), b"")) == (Stats(1), b"")
+    assert unpack_header(pack_header(ReplyHeader(1, "gone", "why"))) == ReplyHeader(1, "gone", "why")
+    with pytest.raises(ProtocolError, match="at most"):
+        unpack_request(msgpack.packb([PROTOCOL, b"", "get", 1, "export/" + "x" * 2000, 0, 1]))
+    with pytest.raises(ProtocolError, match="not a request of"):
+        unpack_request(msgpack.packb(["flashrec.shards/2", b"", "stats", 1]))
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["tcp://0.0.0.0:0", "tcp://*:5", "tcp://10.0.0.1:5", "udp://x", "", "tcp://127.0.0.1.evil.org:1"],
+)
+def test_endpoints_that_strangers_reach_are_refused(endpoint: str) -> None:
+    with pytest.raises(UsageError):
+        check_endpoint(endpoint, KEY)
+
+
+def test_loopback_needs_a_key_and_paths_have_a_length() -> None:
+    check_endpoint("tcp://127.0.0.1:0", KEY)
+    with pytest.raises(UsageError, match="key"):
+        check_endpoint("tcp://127.0.0.1:0", b"")
+    with pytest.raises(UsageError, match="longer"):
+        check_endpoint(f"ipc:///{'x' * 120}", b"")
+
+
+def test_a_path_in_use_is_an_environment_fault(tmp_path: Path) -> None:
+    import socket
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        with pytest.raises(EnvironmentFault, match="another server"):
+            check_endpoint(f"ipc://{tmp_path}/s", b"")
+    check_endpoint(f"ipc://{tmp_path}/s", b"")  # stale: nobody answers
