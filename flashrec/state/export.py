@@ -12,7 +12,7 @@ import xxhash
 
 from flashrec.errors import EnvironmentFault
 from flashrec.state.files import ASIDE, free_bytes, make_directory, no_space, remove, write_whole
-from flashrec.state.layout import Layout, Piece
+from flashrec.state.layout import Piece
 from flashrec.state.manifest import CHUNK_BYTES, EXPORT, ExportManifest
 
 _EXPORT_NAME = re.compile(rf"{re.escape(ASIDE)}?g(\d{{1,18}})\.r\d{{1,9}}(?:\.\d+\.\d+)?", re.ASCII)
@@ -32,7 +32,7 @@ def export(
     rank: int,
     version: int,
     generation: int,
-    layout: Layout,
+    layout_digest: str,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> ExportManifest:
     """Write `pieces` of `rank`'s state to `path` (complete, or not there) and describe them.
@@ -49,7 +49,7 @@ def export(
         rank,
         version,
         generation,
-        layout.digest,
+        layout_digest,
         tuple(pieces),
         chunk_bytes,
         tuple(checksums),

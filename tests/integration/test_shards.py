@@ -109,7 +109,7 @@ class Rank:
                 rank=first_rank + part,
                 version=2,
                 generation=2,
-                layout=layout,
+                layout_digest=layout.digest,
                 chunk_bytes=256 << 10,
             )
             for part, pieces in enumerate(layout.split(num_parts))

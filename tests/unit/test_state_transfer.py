@@ -69,7 +69,7 @@ def exports(
             rank=first_rank + rank,
             version=version,
             generation=generation,
-            layout=layout,
+            layout_digest=layout.digest,
             chunk_bytes=CHUNK,
         )
         for rank, pieces in enumerate(layout.split(num_parts))
