@@ -182,7 +182,9 @@ class Core:
         if self.state.built_offered and self.state.status is Status.RUNNING:
             for proc, depth in self.state.standbys:
                 if depth == "forked":
-                    self._set(standbys=tuple((p, "building" if p == proc else d) for p, d in self.state.standbys))
+                    self._set(
+                        standbys=tuple((p, "building" if p == proc else d) for p, d in self.state.standbys)
+                    )
                     self._do(ev.Prepare(proc))
 
     def _standby_ready(self, event: ev.StandbyReady, now: float) -> None:
@@ -202,9 +204,13 @@ class Core:
         layouts = {m.layout for m in self.state.members if m.layout and m.status not in GONE}
         done = [r for r, m in enumerate(self.state.members) if m.status is RankStatus.DONE]
         if done:
-            self._finish(1, f"rank {done[0]} ended with exit code 0 before protect(), which rank {rank} has called")
+            self._finish(
+                1, f"rank {done[0]} ended with exit code 0 before protect(), which rank {rank} has called"
+            )
         elif len(layouts) > 1:
-            odd = [r for r, m in enumerate(self.state.members) if m.layout and m.layout != event.layout_digest]
+            odd = [
+                r for r, m in enumerate(self.state.members) if m.layout and m.layout != event.layout_digest
+            ]
             self._finish(1, f"rank {rank} and rank {odd[0]} disagree about the layout of the state")
         elif self.state.status is Status.STARTING and self._all(
             RankStatus.LIVE, RankStatus.LEFT, RankStatus.PARKED
@@ -237,6 +243,7 @@ class Core:
         rank = self.rank_of(event.proc)
         if rank is None:
             return
+        was = self.state.members[rank].status
         self._update(rank, status=RankStatus.DEAD, sealed=event.sealed)
         if self.state.status is Status.CLOSING:
             self._closed(rank, event, how)
@@ -247,7 +254,7 @@ class Core:
             self._set(first_failure=f"rank {rank} failed first: {how}")
         if self.state.status is Status.STARTING or not self._anything_to_lose():
             self._restart_world(rank, event, how)
-        elif self._charge(f"rank {rank}: {how}"):
+        elif self._charged_before(was) or self._charge(f"rank {rank}: {how}"):
             self._park_all(f"rank {rank} is lost ({how})")
             self._replace(rank)
             self._plan_if_parked()
@@ -257,6 +264,11 @@ class Core:
         if any(m.status in HOLDS_STATE for m in self.state.members):
             return True
         return max(v for m in self.state.members for v in (0, m.version or 0, *m.sealed)) > 0
+
+    def _charged_before(self, was: RankStatus) -> bool:
+        """One recovery, one charge: the collectives that a death broke are often heard of before the death. Only
+        a replacement that dies while others still park costs one more, lest it do so for ever."""
+        return self.state.status is Status.PARKING and was is not RankStatus.BUILDING
 
     def _charge(self, cause: str) -> bool:
         """Takes one from the restart budget; False, and the job ends, when it is spent."""
@@ -276,7 +288,9 @@ class Core:
         tries = self.state.tries[1] + 1 if self.state.tries[0] == 0 else 1
         self._set(tries=(0, tries))
         if tries > self.config.max_tries_per_step:
-            self._finish(1, f"rank {rank}: {how}; the world was started {tries} times and never got past its start")
+            self._finish(
+                1, f"rank {rank}: {how}; the world was started {tries} times and never got past its start"
+            )
             return
         if not self._charge(f"rank {rank}: {how}"):
             return
@@ -290,7 +304,9 @@ class Core:
         self._update(rank, status=RankStatus.DONE)
         held = [r for r, m in enumerate(self.state.members) if m.status in HOLDS_STATE]
         if held:
-            self._finish(1, f"rank {rank} ended with exit code 0 before protect(), which rank {held[0]} has called")
+            self._finish(
+                1, f"rank {rank} ended with exit code 0 before protect(), which rank {held[0]} has called"
+            )
         elif self._all(RankStatus.DONE):
             self._finish(0, "every rank ended with exit code 0; none had called flashrec.protect()")
 
@@ -308,7 +324,11 @@ class Core:
 
     def _replace(self, rank: int) -> None:
         """A process for `rank`: the best standby that is ready, or a new one."""
-        order = ("built", "forked", "building")  # one that is being built may be the slowest of all: it comes last
+        order = (
+            "built",
+            "forked",
+            "building",
+        )  # one that is being built may be the slowest of all: it comes last
         ready = sorted((s for s in self.state.standbys if s[1]), key=lambda s: order.index(s[1]))
         generation = self.state.generation + 1
         sealed = self.state.members[rank].sealed
@@ -321,11 +341,16 @@ class Core:
             proc = self._new_proc()
             self._do(ev.Launch(proc, rank, generation, replacement=True))
             self._log("replacement", f"no standby was ready: {proc} is started", rank)
-        self._update(rank, proc=proc, status=RankStatus.BUILDING, version=None, can_advance=False, sealed=sealed)
+        self._update(
+            rank, proc=proc, status=RankStatus.BUILDING, version=None, can_advance=False, sealed=sealed
+        )
 
     def _standby_lost(self, proc: str, how: str) -> None:
         """A standby that fails never harms the world; it is made anew when a rank is next replaced."""
         self._set(standbys=tuple(s for s in self.state.standbys if s[0] != proc))
+        if self.state.status is Status.CLOSING:
+            self._end_if_closed()
+            return
         self._log("standby lost", f"{proc}: {how}")
 
     # --- recovery ---------------------------------------------------------------------------------------
@@ -389,7 +414,11 @@ class Core:
 
     def _formed(self, event: ev.Formed, now: float) -> None:
         rank = self.rank_of(event.proc)
-        if rank is None or event.generation != self.state.generation or self.state.status is not Status.FORMING:
+        if (
+            rank is None
+            or event.generation != self.state.generation
+            or self.state.status is not Status.FORMING
+        ):
             return
         self._update(rank, status=RankStatus.LIVE, version=self.state.tries[0], buckets=event.buckets)
         if not self._all(RankStatus.LIVE, RankStatus.LEFT):
@@ -410,10 +439,12 @@ class Core:
         rank = self.rank_of(event.proc)
         if rank is None or event.generation != self.state.generation:
             return
-        if self.state.status in (Status.STARTING, Status.RUNNING, Status.FORMING):
-            if self.state.members[rank].status is RankStatus.LIVE:
-                self._update(rank, status=RankStatus.LEFT, version=event.version)
-                self._log("at its end", "the script is done; the rank lingers", rank, event.version)
+        if self.state.status not in (Status.STARTING, Status.RUNNING, Status.FORMING):
+            return
+        if self.state.members[rank].status is not RankStatus.LIVE:
+            return
+        self._update(rank, status=RankStatus.LEFT, version=event.version)
+        self._log("at its end", "the script is done; the rank lingers", rank, event.version)
         if self._all(RankStatus.LEFT) and len({m.version for m in self.state.members}) == 1:
             self._set(status=Status.CLOSING, deadline=now + CLOSING_S)
             self._log("closing", "every rank is at its end")
@@ -424,7 +455,10 @@ class Core:
     def _closed(self, rank: int, event: ev.Exited, how: str) -> None:
         if event.code != 0 and self.state.outcome is None:
             self._set(outcome=(event.code or 1, f"rank {rank} failed after training had ended: {how}"))
-        if self._all(RankStatus.DEAD):
+        self._end_if_closed()
+
+    def _end_if_closed(self) -> None:
+        if self._all(RankStatus.DEAD) and not self.state.standbys:
             self._end(*(self.state.outcome or (0, "every rank ended with exit code 0")))
 
     def _failed(self, event: ev.Failed, now: float) -> None:
@@ -449,7 +483,7 @@ class Core:
 
     def _kill_all(self, reason: str, *, hard: bool = True) -> None:
         standbys = tuple(proc for proc, _ in self.state.standbys)
-        doomed = (*self._live_procs(), *standbys)
+        doomed = (*self.state.stopping_procs, *self._live_procs(), *standbys)
         # Ranks and standbys are forgotten now, so that whatever they still say changes nothing.
         members = tuple(replace(m, status=RankStatus.DEAD) for m in self.state.members)
         self._set(members=members, standbys=(), stopping_procs=doomed)
@@ -486,7 +520,9 @@ class Core:
         for early, member in enumerate(self.state.members):
             # A step needs every rank, so a rank at its end before another's step has ended too early.
             if member.status is RankStatus.LEFT and (member.version or 0) <= event.entered:
-                self._kill_suspect(early, f"its script ended at step {member.version}, while rank {rank} is in it")
+                self._kill_suspect(
+                    early, f"its script ended at step {member.version}, while rank {rank} is in it"
+                )
 
     def _tick(self, event: ev.Tick, now: float) -> None:
         watched = {
