@@ -111,7 +111,7 @@ def bandwidths(directory: Path, size_mib: int) -> dict[str, float]:
                 rank=part,
                 version=1,
                 generation=1,
-                layout=layout,
+                layout_digest=layout.digest,
             )
             for part, pieces in enumerate(layout.split(num_parts))
         ]
