@@ -145,6 +145,8 @@ class Welcome:
     replacement: bool
     pull: str
     shard_address: str
+    heartbeat_s: float
+    daemon_pid: int
 
 
 @dataclass(frozen=True, slots=True)

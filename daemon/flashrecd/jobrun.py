@@ -1,0 +1,404 @@
+"""One job's effects: carries out what the core decides, and tells it what happens.
+
+Everything here runs in the daemon's event loop. What may take long (starting a process) is a task of the
+job's task group; everything else is immediate.
+"""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flashrec.errors import FlashrecError
+from flashrec.phases import Phase
+from flashrec.protocol import messages as msg
+from flashrec.protocol.spawn import ProcSpec
+from flashrec.protocol.tag import Tag, TagReader, tag_path
+from flashrec.state.arena import Arena
+from flashrec.state.export import discard_exports
+from flashrecd import jobdir
+from flashrecd.core import events as ev
+from flashrecd.core.job import Core, JobConfig, RankStatus, Status
+from flashrecd.eventlog import EventLog
+from flashrecd.recoveries import Recoveries
+from flashrecd.rendezvous import Rendezvous
+from flashrecd.supervise import Launch, LogLayout, Supervisor, Tail
+
+ENTRY = "flashrec.runner:main"
+COULD_NOT_START = 71  # EX_OSERR
+IN_STEP = (Phase.COMPUTING, Phase.GATED, Phase.HELD, Phase.APPLYING, Phase.TAIL, Phase.UNWINDING)
+SUMMARY_CHARACTERS = 300
+
+
+@dataclass
+class Process:
+    """A process the core asked for."""
+
+    name: str
+    number: int
+    rank: int | None
+    generation: int
+    replacement: bool
+    identity: bytes | None = None  # its ZeroMQ identity, once it has said Hello
+    starting: asyncio.Task[None] | None = None
+    kill_reason: str | None = None
+    gone: bool = False
+    unsent: list[msg.Message] = field(default_factory=list)
+
+
+class JobRun:
+    """A job from its submission to its end. `send(identity, message)` reaches a process, `tell(message)` the
+    command line that submitted it, `ended(code, reason)` is called once."""
+
+    def __init__(
+        self,
+        name: str,
+        submit: msg.Submit,
+        *,
+        supervisor: Supervisor,
+        log: EventLog,
+        log_dir: Path,
+        address: str,
+        shard_address: str,
+        send: Callable[[bytes, msg.Message], None],
+        tell: Callable[[msg.Message], None],
+        ended: Callable[[int, str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        config = JobConfig(
+            world_size=submit.world_size,
+            num_standbys=submit.num_standbys,
+            max_restarts=submit.max_restarts,
+            suspect_after_s=submit.suspect_after_s,
+        )
+        self.name = name
+        self.submit = submit
+        self.core = Core(config)
+        self.recoveries = Recoveries(submit.world_size)
+        self.shm_dir = jobdir.make(name)
+        self.logs = LogLayout(log_dir, name)
+        self.processes: dict[str, Process] = {}
+        self.num_output_lines = 0
+        self._supervisor = supervisor
+        self._log = log
+        self._address = address
+        self._shard_address = shard_address
+        self._send = send
+        self._tell = tell
+        self._ended = ended
+        self._clock = clock
+        self._tail = Tail(self._output)
+        self._tags: dict[int, TagReader] = {}
+        self._rendezvous = Rendezvous(self._answer_get)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._end: tuple[int, str] | None = None
+        env = dict(submit.env)
+        if submit.world_size > 1:
+            env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, and for the same reason
+        self._launch = Launch(
+            name=name, python=submit.python, env=env, cwd=submit.cwd, log_path=self.logs.log_dir / name / "forkserver.log"
+        )
+
+    # --- in ---------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._task(self._tail.run())
+        self.feed(ev.Begin())
+
+    def feed(self, event: ev.Event) -> None:
+        """Tell the core, and do what it answers."""
+        before = self.core.state.status
+        for action in self.core.handle(event, self._clock()):
+            self._do(action)
+        if before is not self.core.state.status and self.core.state.status is Status.FORMING:
+            discard_exports(self.shm_dir, self.core.state.generation)
+
+    def exited(self, proc: str, code: int | None, number: int | None) -> None:
+        """A process is gone; called by the supervisor within a millisecond or so."""
+        now = time.monotonic_ns()
+        process = self.processes.get(proc)
+        if process is None or process.gone:
+            return
+        process.gone = True
+        rank = self.core.rank_of(proc)
+        if rank is not None and self.core.state.status in (Status.RUNNING, Status.PARKING, Status.FORMING):
+            kind = signal.Signals(number).name if number is not None else f"exit {code}"
+            self.recoveries.fault(now, rank, kind)
+        self.feed(ev.Exited(proc, code, number, self._sealed(rank)))
+        self._task(self._forget(proc))
+
+    def _sealed(self, rank: int | None) -> tuple[int, ...]:
+        if rank is None:
+            return ()
+        try:
+            return tuple(slot.version for slot in Arena(self.shm_dir / "private", rank).sealed())
+        except FlashrecError:
+            return ()
+
+    async def _forget(self, proc: str) -> None:
+        await self._tail.finish(proc)
+        self.processes.pop(proc, None)
+        self._maybe_end()
+
+    def received(self, message: msg.FROM_PROCESS) -> None:
+        """A message of a process that has said Hello before."""
+        now = time.monotonic_ns()
+        match message:
+            case msg.Heartbeat():
+                self.feed(ev.Heartbeat(message.proc))
+            case msg.BuiltOffered():
+                self.feed(ev.BuiltOffered())
+            case msg.StandbyReady():
+                self.feed(ev.StandbyReady(message.proc, message.depth))
+            case msg.Protected():
+                self.feed(ev.Protected(message.proc, message.layout_digest))
+            case msg.Parked():
+                if self.recoveries.open is None and self.core.state.status is Status.RUNNING:
+                    self.recoveries.fault(now, self.core.rank_of(message.proc), "link")
+                self.recoveries.mark("parked", message.at_ns)
+                self.feed(ev.Parked(message.proc, message.generation, message.version, message.can_advance))
+            case msg.Exported():
+                self._exported(message)
+            case msg.Formed():
+                self.recoveries.mark("rehearsed", message.rehearsed_ns)
+                self.recoveries.mark("pulled", message.pulled_ns)
+                self.recoveries.mark("formed", message.at_ns)
+                self.feed(ev.Formed(message.proc, message.generation, message.buckets))
+            case msg.Committed():
+                self._committed(message)
+            case msg.Failed():
+                self._failed(message)
+            case msg.Leaving():
+                self.feed(ev.Leaving(message.proc, message.generation, message.version))
+            case msg.Noted():
+                self.log(message.event, message.reason, self.core.rank_of(message.proc), message.step)
+            case msg.Put():
+                self._rendezvous.put(message.generation, message.key, message.value)
+            case msg.Get():
+                self._rendezvous.get(message.proc, message.generation, message.key)
+            case msg.Hello():
+                pass
+
+    def hello(self, message: msg.Hello, identity: bytes) -> msg.Message:
+        """Bind a process's identity; the answer is Welcome, or Refused for a stranger."""
+        process = self.processes.get(message.proc)
+        if process is None or process.identity is not None:
+            return msg.Refused("stranger", f"{message.proc} is not a process this daemon is waiting for")
+        process.identity = identity
+        welcome = msg.Welcome(
+            job=self.name,
+            shm_dir=str(self.shm_dir),
+            rank=process.rank,
+            world_size=self.core.config.world_size,
+            generation=process.generation,
+            replacement=process.replacement,
+            pull=self.submit.pull,
+            shard_address=self._shard_address,
+            heartbeat_s=self.core.config.suspect_after_s / 12,
+            daemon_pid=os.getpid(),
+        )
+        self._send(identity, welcome)
+        for message_kept in process.unsent:
+            self._send(identity, message_kept)
+        process.unsent.clear()
+        self.feed(ev.Heartbeat(message.proc))
+        return welcome
+
+    def tick(self) -> None:
+        """A few times a second: what the ranks' tags say, then the clock."""
+        for rank, member in enumerate(self.core.state.members):
+            if member.status in (RankStatus.DEAD, RankStatus.DONE):
+                continue
+            tag = self.tag(rank)
+            if tag is not None:
+                entered = tag.step if tag.phase in IN_STEP else None
+                self.feed(ev.TagSeen(member.proc, entered, max(tag.step, 0) << 32 | tag.progress))
+        self.feed(ev.Tick())
+
+    def tag(self, rank: int) -> Tag | None:
+        reader = self._tags.setdefault(rank, TagReader(tag_path(self.shm_dir, rank)))
+        try:
+            return reader.read()
+        except FlashrecError as error:
+            self.log("bad tag", str(error), rank)
+            return None
+
+    def log(self, event: str, reason: str, rank: int | None = None, step: int | None = None) -> None:
+        generation = self.core.state.generation
+        self._log.write(event, reason, job=self.name, generation=generation, step=step, rank=rank)
+
+    def pids(self) -> dict[str, int]:
+        """Process name -> pid, of those that live."""
+        return self._supervisor.pids
+
+    # --- particular messages ------------------------------------------------------------------------------
+
+    def _exported(self, message: msg.Exported) -> None:
+        self.recoveries.mark("exported", message.at_ns)
+        if message.generation != self.core.state.generation:
+            return
+        part = msg.PartReady(message.generation, message.rank, message.manifest)
+        for rank, member in enumerate(self.core.state.members):
+            if member.status is RankStatus.FORMING and rank in self._replaced:
+                self._to(member.proc, part)
+
+    _replaced: tuple[int, ...] = ()
+
+    def _committed(self, message: msg.Committed) -> None:
+        rank = self.core.rank_of(message.proc)
+        if rank is None:
+            return
+        done = self.recoveries.committed(message.generation, rank, message.at_ns)
+        if done is not None:
+            took = (done.marks["redone"] - done.began_ns) / 1e6
+            self.log("recovered", f"the next step was committed on all ranks after {took:.0f} ms", step=done.version)
+
+    def _failed(self, message: msg.Failed) -> None:
+        rank = self.core.rank_of(message.proc)
+        self.log("exception", message.traceback, rank, message.step)
+        lines = message.traceback.strip().splitlines()
+        self.feed(ev.Failed(message.proc, (lines[-1] if lines else "no traceback")[:SUMMARY_CHARACTERS]))
+
+    def _answer_get(self, requester: str, generation: int, key: str, value: bytes) -> None:
+        self._to(requester, msg.Value(generation, key, value))
+
+    # --- out --------------------------------------------------------------------------------------------
+
+    def _to(self, proc: str, message: msg.Message) -> None:
+        process = self.processes.get(proc)
+        if process is None:
+            return
+        if process.identity is None:
+            process.unsent.append(message)  # it has not said Hello yet
+        else:
+            self._send(process.identity, message)
+
+    def _do(self, action: ev.Action) -> None:
+        match action:
+            case ev.Launch():
+                self._launch_process(action)
+            case ev.Prepare():
+                self._to(action.proc, msg.Prepare())
+            case ev.Assign():
+                self._assign(action)
+            case ev.Abort():
+                for proc in action.procs:
+                    self._to(proc, msg.Abort(action.generation, action.reason))
+            case ev.SendPlan():
+                plan = action.plan
+                self._replaced = plan.replaced
+                self.recoveries.planned(plan.generation, plan.version, time.monotonic_ns())
+                resume = msg.ResumePlan(plan.generation, plan.version, plan.replaced, plan.sources["tensors"])
+                for proc in action.procs:
+                    self._to(proc, resume)
+            case ev.Release():
+                for proc in action.procs:
+                    self._to(proc, msg.Released())
+            case ev.Kill():
+                self._kill(action)
+            case ev.Inspect():
+                for proc in action.procs:
+                    self._to(proc, msg.Inspect())
+            case ev.Log():
+                self.log(action.event, action.reason, action.rank, action.step)
+            case ev.End():
+                self._end = (action.code, action.reason)
+                self._maybe_end()
+
+    def _launch_process(self, action: ev.Launch) -> None:
+        number = int(action.proc.removeprefix("p"))
+        process = Process(action.proc, number, action.rank, action.generation, action.replacement)
+        self.processes[action.proc] = process
+        process.starting = self._task(self._start_process(process))
+        process.starting.add_done_callback(lambda task: self._started(process, task))
+
+    def _started(self, process: Process, task: asyncio.Task[None]) -> None:
+        """The start is over: it worked, or failed, or was called off, perhaps before it had begun."""
+        process.starting = None
+        if task.cancelled():
+            self.exited(process.name, None, signal.SIGKILL)
+        elif (error := task.exception()) is not None:
+            self.log("process not started", f"{process.name}: {error}", process.rank)
+            self.feed(ev.Failed(process.name, str(error)))
+            self.exited(process.name, COULD_NOT_START, None)
+
+    async def _start_process(self, process: Process) -> None:
+        if process.rank is not None and not process.replacement and self.core.state.generation == 1:
+            files = self.logs.rank_files(process.rank)
+        else:
+            files = self.logs.standby_files(process.number)
+            if process.rank is not None:
+                self.logs.link_replacement(process.rank, process.number)
+        self._tail.follow(process.name, files)
+        spec = ProcSpec(
+            proc=process.name,
+            entry=ENTRY,
+            stdout_path=str(files["stdout"]),
+            stderr_path=str(files["stderr"]),
+            cwd=self.submit.cwd,
+            program={
+                "address": self._address,
+                "target": self.submit.target,
+                "module": self.submit.module,
+                "args": list(self.submit.args),
+            },
+        )
+        pid = await self._supervisor.spawn(spec, self._launch, fresh=self.submit.start_method == "fresh")
+        self.log("process started", f"{process.name}, pid {pid}", process.rank)
+
+    def _assign(self, action: ev.Assign) -> None:
+        process = self.processes[action.proc]
+        process.rank, process.generation = action.rank, action.generation
+        self.logs.link_replacement(action.rank, process.number)
+        self._to(action.proc, msg.Assign(action.rank, action.generation))
+
+    def _kill(self, action: ev.Kill) -> None:
+        process = self.processes.get(action.proc)
+        if process is None:
+            return
+        process.kill_reason = action.reason
+        if process.starting is not None:
+            process.starting.cancel()
+        elif action.hard:
+            self._supervisor.kill_group(action.proc)
+        else:
+            self._supervisor.signal(action.proc, signal.SIGTERM)
+            self._supervisor.signal(action.proc, signal.SIGCONT)
+
+    def _output(self, proc: str, stream: str, line: bytes) -> None:
+        rank = self.core.rank_of(proc)
+        process = self.processes.get(proc)
+        if rank is None and process is not None:
+            rank = process.rank
+        self.num_output_lines += 1
+        self._tell(msg.Output(-1 if rank is None else rank, stream, line))
+
+    # --- the end ----------------------------------------------------------------------------------------
+
+    def _task(self, work: "asyncio._CoroutineLike[None]") -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _maybe_end(self) -> None:
+        if self._end is None or self.processes:
+            return
+        end, self._end = self._end, None
+        self._task(self._close(*end))
+
+    async def _close(self, code: int, reason: str) -> None:
+        self._supervisor.stop_fork_server(self.name)
+        await self._supervisor.settled(timeout_s=5.0)
+        self._tail.close()
+        for reader in self._tags.values():
+            reader.close()
+        jobdir.remove(self.shm_dir)
+        for task in list(self._tasks):
+            if task is not asyncio.current_task():
+                task.cancel()
+        self._ended(code, reason)
+

@@ -1,0 +1,262 @@
+"""The daemon: sockets, clock and processes around the core.
+
+One ROUTER socket serves ranks and command lines. Whatever arrives is decoded strictly; what is malformed, of
+an unknown sender or of another release is refused, logged and counted, and changes nothing.
+"""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import zmq
+import zmq.asyncio
+
+from flashrec import __version__
+from flashrec.errors import FlashrecError, ProtocolError
+from flashrec.protocol import messages as msg
+from flashrec.protocol.codec import MAX_MESSAGE_BYTES, decode, encode
+from flashrecd import jobdir, metrics
+from flashrecd import status as status_document
+from flashrecd.core import events as ev
+from flashrecd.eventlog import EventLog
+from flashrecd.jobrun import JobRun
+from flashrecd.rundir import RunDirectory
+from flashrecd.shardserver import ShardServer
+from flashrecd.store.base import Store
+from flashrecd.store.embedded import EmbeddedStore
+from flashrecd.supervise import Supervisor
+
+TICK_S = 0.1
+CLIENT_GONE_S = 10.0
+MAX_REFUSALS_LOGGED = 1000
+FROM_PROCESS = get_args(msg.FROM_PROCESS)
+ACCEPTED = msg.FROM_PROCESS | msg.FROM_COMMAND
+
+
+class Daemon:
+    """Serves one run directory until `stop()`."""
+
+    def __init__(self, run_dir: Path, *, metrics_address: tuple[str, int] | None = None) -> None:
+        self._started_at = time.monotonic()
+        self.run = RunDirectory(run_dir)
+        self.log = EventLog(run_dir / "events.jsonl")
+        self.job: JobRun | None = None
+        self.store: Store = EmbeddedStore()
+        self._last_job: dict[str, Any] | None = None
+        self._client: bytes | None = None
+        self._client_seen = 0.0
+        self._refused = 0
+        self._identities: dict[bytes, str] = {}
+        self._metrics_address = metrics_address
+        self._outbox: asyncio.Queue[tuple[bytes, bytes]] = asyncio.Queue()
+        self._stopped = asyncio.Event()
+
+    async def serve(self) -> None:
+        """Until stopped, or SIGTERM / SIGINT."""
+        os.umask(0o077)
+        for path in jobdir.remove_stale():
+            self.log.write("cleaned", f"{path} belonged to a daemon that is dead")
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop)
+        context = zmq.asyncio.Context()
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._socket.setsockopt(zmq.LINGER, 500)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self.supervisor = Supervisor(self._exited)
+        stop_metrics: Callable[[], None] | None = None
+        self._shards = ShardServer(self.run.path, self.supervisor)
+        try:
+            if self._metrics_address is not None:
+                collector = metrics.JobCollector(lambda: self.job, lambda: self._refused)
+                stop_metrics = metrics.serve(collector, *self._metrics_address)
+            self._socket.bind(self.run.address)
+            self.log.write("daemon started", f"pid {os.getpid()}, release {__version__}")
+            tasks = [loop.create_task(work()) for work in (self._receive, self._deliver, self._tick)]
+            stopped = loop.create_task(self._stopped.wait())
+            await asyncio.wait([*tasks, stopped], return_when=asyncio.FIRST_COMPLETED)
+            for task in (*tasks, stopped):
+                task.cancel()
+            await asyncio.gather(*tasks, stopped, return_exceptions=True)
+            failed = [t.exception() for t in tasks if t.done() and not t.cancelled() and t.exception()]
+            await self._end_everything()
+            if failed and failed[0] is not None:
+                raise failed[0]
+        finally:
+            if stop_metrics is not None:
+                stop_metrics()
+            self._socket.close()
+            context.term()
+            self.log.write("daemon ended", f"pid {os.getpid()}")
+            self.log.close()
+            self.run.close()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    async def _end_everything(self) -> None:
+        left = await self.supervisor.shutdown(grace_s=1.0)
+        for what in left:
+            self.log.write("left behind", what)
+        if self.job is not None:
+            self._reply(self._client, msg.JobEnded(self.job.name, 143, "the daemon was stopped"))
+            jobdir.remove(self.job.shm_dir)
+        while not self._outbox.empty():
+            identity, data = self._outbox.get_nowait()
+            await self._socket.send_multipart([identity, data])
+
+    # --- the loop ---------------------------------------------------------------------------------------
+
+    async def _receive(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart()
+            try:
+                if len(frames) != 2:
+                    raise ProtocolError(f"{len(frames)} frames instead of two")
+                self._take(frames[0], decode(frames[1], ACCEPTED))
+            except ProtocolError as error:
+                self._refuse(frames[0], "protocol", str(error))
+            except FlashrecError as error:
+                self._reply(frames[0], msg.Refused(type(error).__name__, str(error)))
+
+    async def _deliver(self) -> None:
+        while True:
+            identity, data = await self._outbox.get()
+            with contextlib.suppress(zmq.ZMQError):  # the peer is gone: its exit says so elsewhere
+                await self._socket.send_multipart([identity, data])
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            if self.job is None:
+                continue
+            self.job.tick()
+            if self._client is not None and time.monotonic() - self._client_seen > CLIENT_GONE_S:
+                self._client = None
+                self.job.feed(ev.Stop("the command line that submitted the job is gone", hard=True))
+
+    def _exited(self, proc: str, code: int | None, number: int | None) -> None:
+        if self._shards.exited(proc):
+            return
+        self._identities = {i: p for i, p in self._identities.items() if p != proc}
+        if self.job is not None:
+            self.job.exited(proc, code, number)
+
+    def _reply(self, identity: bytes | None, message: msg.Message) -> None:
+        if identity is not None:
+            self._outbox.put_nowait((identity, encode(message)))
+
+    def _refuse(self, identity: bytes, kind: str, reason: str) -> None:
+        self._refused += 1
+        if self._refused <= MAX_REFUSALS_LOGGED:
+            self.log.write("refused", reason)
+        self._reply(identity, msg.Refused(kind, reason))
+
+    # --- messages ---------------------------------------------------------------------------------------
+
+    def _take(self, identity: bytes, message: msg.Message) -> None:
+        if isinstance(message, FROM_PROCESS):
+            self._take_from_process(identity, message)
+            return
+        match message:
+            case msg.Submit():
+                self._submit(identity, message)
+            case msg.Present():
+                if identity == self._client:
+                    self._client_seen = time.monotonic()
+            case msg.StopJob():
+                if self.job is None or self.job.name != message.job:
+                    self._reply(identity, msg.Refused("job", f"no job {message.job} runs here"))
+                else:
+                    self.job.feed(ev.Stop("it was interrupted", message.hard))
+                    self._reply(identity, msg.Done("stopping"))
+            case msg.AskStatus():
+                text = status_document.document(
+                    self.job, self._last_job, self._started_at, os.getpid(), self._refused
+                )
+                self._reply(identity, msg.Status(text))
+            case msg.SignalRank():
+                self._signal_rank(identity, message)
+            case msg.ShutDown():
+                self._reply(identity, msg.Done("the daemon ends"))
+                self.stop()
+            case _:
+                raise ProtocolError(f"{type(message).__name__} is not for a daemon")
+
+    def _take_from_process(self, identity: bytes, message: Any) -> None:
+        if isinstance(message, msg.Hello):
+            if message.release != __version__:
+                self._refuse(
+                    identity, "version", f"the daemon is flashrec {__version__}, this process {message.release}"
+                )
+            elif self.job is None:
+                self._refuse(identity, "stranger", f"no job runs here that {message.proc} could belong to")
+            else:
+                answer = self.job.hello(message, identity)
+                if isinstance(answer, msg.Refused):
+                    self._refuse(identity, answer.kind, answer.reason)
+                else:
+                    self._identities[identity] = message.proc
+            return
+        if self._identities.get(identity) != message.proc or self.job is None:
+            raise ProtocolError(f"{type(message).__name__} from a sender that is not {message.proc!r:.40}")
+        self.job.received(message)
+
+    def _submit(self, identity: bytes, message: msg.Submit) -> None:
+        if message.release != __version__:
+            reason = f"the daemon is flashrec {__version__}, the command line {message.release}"
+            self._refuse(identity, "version", reason)
+            return
+        if self.job is not None:
+            self._reply(identity, msg.Refused("busy", f"job {self.job.name} runs here already"))
+            return
+        name = secrets.token_hex(3)
+        log_dir = Path(message.log_dir) if message.log_dir else self.run.path / "jobs"
+        self.job = JobRun(
+            name,
+            message,
+            supervisor=self.supervisor,
+            log=self.log,
+            log_dir=log_dir,
+            address=self.run.address,
+            shard_address=self._shards.address,
+            send=self._reply,
+            tell=lambda note: self._reply(self._client, note),
+            ended=self._job_ended,
+        )
+        self._client, self._client_seen = identity, time.monotonic()
+        self.store.put(f"job/{name}", message.target.encode(), None)
+        self.log.listener = lambda line: self._reply(self._client, msg.Happened(line))
+        self._reply(identity, msg.Submitted(name, str(log_dir / name), str(self.job.shm_dir)))
+        if message.pull == "zmq":
+            self._shards.start(self.job.shm_dir)
+        self.job.start()
+
+    def _signal_rank(self, identity: bytes, message: msg.SignalRank) -> None:
+        members = self.job.core.state.members if self.job is not None else ()
+        if not 0 <= message.rank < len(members):
+            self._reply(identity, msg.Refused("rank", f"no rank {message.rank} runs here"))
+            return
+        assert self.job is not None
+        name = signal.Signals(message.signal).name
+        self.job.log("signal", f"{name}, by command", message.rank)
+        if self.supervisor.signal(members[message.rank].proc, message.signal):
+            self._reply(identity, msg.Done(f"sent {name} to rank {message.rank}"))
+        else:
+            self._reply(identity, msg.Refused("rank", f"rank {message.rank} has no process at the moment"))
+
+    def _job_ended(self, code: int, reason: str) -> None:
+        assert self.job is not None
+        self._last_job = status_document.describe(self.job)
+        self._shards.stop()
+        self.store.delete(f"job/{self.job.name}")
+        self.log.listener = None
+        self._reply(self._client, msg.JobEnded(self.job.name, code, reason))
+        self.job, self._client = None, None

@@ -1,0 +1,60 @@
+"""What `flashrec status` shows, as one JSON document."""
+
+import json
+import time
+from typing import Any
+
+from flashrec import __version__
+from flashrec.phases import Phase
+from flashrecd.jobrun import JobRun
+
+SECTION = 2
+
+
+def document(job: JobRun | None, last: dict[str, Any] | None, started_at: float, pid: int, refused: int) -> str:
+    return json.dumps(
+        {
+            "release": __version__,
+            "daemon": {"pid": pid, "uptime_s": round(time.monotonic() - started_at, 3), "refused_messages": refused},
+            "job": None if job is None else describe(job),
+            "last_job": last,
+        }
+    )
+
+
+def describe(job: JobRun) -> dict[str, Any]:
+    """One job, whole."""
+    state, pids = job.core.state, job.pids()
+    ranks = []
+    for rank, member in enumerate(state.members):
+        tag = job.tag(rank)
+        ranks.append(
+            {
+                "rank": rank,
+                "process": member.proc,
+                "pid": pids.get(member.proc),
+                "status": str(member.status),
+                "phase": "section" if tag and tag.body == SECTION else Phase(tag.phase).name.lower() if tag else None,
+                "step": tag.step if tag else None,
+                "attempt": tag.attempt if tag else None,
+                "generation": tag.generation if tag else None,
+                "committed": tag.committed if tag else None,
+                "committed_ns": tag.committed_ns if tag else None,
+                "loss": None if tag is None or tag.loss != tag.loss else tag.loss,
+            }
+        )
+    return {
+        "job": job.name,
+        "target": job.submit.target,
+        "status": str(state.status),
+        "regime": "live",
+        "generation": state.generation,
+        "world_size": job.core.config.world_size,
+        "restarts": state.restarts,
+        "ranks": ranks,
+        "standbys": [{"process": p, "pid": pids.get(p), "depth": d or "starting"} for p, d in state.standbys],
+        "shm_dir": str(job.shm_dir),
+        "log_dir": str(job.logs.log_dir / job.name),
+        "recoveries": job.recoveries.to_json(),
+        "outcome": None if state.outcome is None else {"code": state.outcome[0], "reason": state.outcome[1]},
+    }

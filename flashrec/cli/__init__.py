@@ -1,0 +1,31 @@
+"""`flashrec ...`: what people type. Each command is a module; none of them imports torch."""
+
+import sys
+
+import click
+
+from flashrec import __version__
+from flashrec.cli.kill import kill
+from flashrec.cli.run import run
+from flashrec.cli.status import status
+from flashrec.errors import FlashrecError
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="flashrec")
+def commands() -> None:
+    """PyTorch training that survives failures without checkpoints."""
+
+
+commands.add_command(run)
+commands.add_command(status)
+commands.add_command(kill)
+
+
+def main() -> None:
+    """The `flashrec` program: an error of ours is one line, and exit code 1."""
+    try:
+        commands()
+    except FlashrecError as error:
+        print(f"flashrec: {error}", file=sys.stderr)
+        sys.exit(1)

@@ -1,0 +1,151 @@
+"""A command line's connection to a daemon: synchronous, with a deadline on every answer."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import zmq
+
+from flashrec.errors import DaemonUnavailable, EnvironmentFault, UsageError, VersionMismatch
+from flashrec.protocol import messages as msg
+from flashrec.protocol.codec import MAX_MESSAGE_BYTES, decode, encode
+from flashrec.protocol.places import default_run_dir
+
+ANSWER_S = 10.0
+START_S = 20.0
+
+
+class Client:
+    """One DEALER socket. `receive()` gives None when nothing came in time."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._socket.connect(f"ipc://{run_dir / 'control.sock'}")
+
+    def send(self, message: msg.Message) -> None:
+        self._socket.send(encode(message))
+
+    def receive(self, timeout_s: float) -> msg.Message | None:
+        if not self._socket.poll(max(0, int(timeout_s * 1000))):
+            return None
+        return decode(self._socket.recv(), msg.TO_COMMAND)
+
+    def ask(self, message: msg.Message, timeout_s: float = ANSWER_S) -> msg.Message:
+        """Send, and wait for the answer. DaemonUnavailable, VersionMismatch, UsageError."""
+        self.send(message)
+        answer = self.receive(timeout_s)
+        if answer is None:
+            raise DaemonUnavailable(f"no daemon answers in {self.run_dir}; start one with `flashrecd`")
+        if isinstance(answer, msg.Refused):
+            raise (VersionMismatch if answer.kind == "version" else UsageError)(answer.reason)
+        return answer
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+def daemon_runs_in(run_dir: Path) -> bool:
+    """Whether a live daemon has this run directory. Its lock tells, not its socket, which may be stale."""
+    import fcntl
+
+    try:
+        fd = os.open(run_dir / "daemon.lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def connect(run_dir: Path | None) -> Client:
+    """To the daemon of `run_dir` (or the default one). DaemonUnavailable when none runs there."""
+    directory = run_dir or default_run_dir()
+    if not daemon_runs_in(directory):
+        raise DaemonUnavailable(f"no daemon runs in {directory}; start one with `flashrecd`")
+    return Client(directory)
+
+
+@contextlib.contextmanager
+def private_daemon() -> Iterator[Client]:
+    """A daemon for this command alone, gone with it, whatever happens to either."""
+    with tempfile.TemporaryDirectory(prefix="flashrec-") as folder:
+        run_dir = Path(folder) / "run"
+        log = Path(folder) / "daemon.log"
+        _become_subreaper()
+        with open(log, "wb") as output:
+            daemon = subprocess.Popen(
+                [sys.executable, "-m", "flashrecd", "--dir", str(run_dir), "--owner-pid", str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # Ctrl-C is for the command, which passes it on
+            )
+        try:
+            deadline = time.monotonic() + START_S
+            while not (run_dir / "control.sock").exists():
+                if daemon.poll() is not None or time.monotonic() > deadline:
+                    text = log.read_text(errors="replace").strip()
+                    raise EnvironmentFault(f"the daemon did not start: {text or 'no output'}")
+                time.sleep(0.01)
+            with Client(run_dir) as client:
+                yield client
+        finally:
+            daemon.terminate()
+            try:
+                daemon.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+            _end_orphans()
+
+
+def _become_subreaper() -> None:
+    """If the daemon dies, its ranks become children of this process, which then ends them."""
+    import ctypes
+
+    ctypes.CDLL(None, use_errno=True).prctl(36, 1)
+
+
+def _end_orphans() -> None:
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    for _ in range(100):
+        pids = [int(pid) for pid in children.read_text().split()] if children.exists() else []
+        if not pids:
+            return
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+
+def ask_status(client: Client) -> dict[str, Any]:
+    """The daemon's status document."""
+    import json
+
+    answer = client.ask(msg.AskStatus())
+    assert isinstance(answer, msg.Status)
+    document: dict[str, Any] = json.loads(answer.document)
+    return document

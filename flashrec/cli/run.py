@@ -1,0 +1,194 @@
+"""`flashrec run`: submit a job, show what it prints, return its exit code."""
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+import click
+
+from flashrec import __version__
+from flashrec.cli.client import Client, connect, daemon_runs_in, private_daemon
+from flashrec.errors import DaemonUnavailable, ProtocolError, UsageError
+from flashrec.protocol import messages as msg
+from flashrec.protocol.places import default_run_dir
+
+PRESENT_S = 1.0
+# Variables that describe the submitting terminal rather than the job.
+NOT_PASSED_ON = ("FLASHREC_DIR",)
+STREAMS = {"0": (), "1": ("stdout",), "2": ("stderr",), "3": ("stdout", "stderr")}
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("--nproc-per-node", "--nproc_per_node", type=int, default=1, show_default=True, help="Ranks.")
+@click.option("--standby", type=int, default=1, show_default=True, help="Warm processes kept ready to take a rank.")
+@click.option("-m", "--module", is_flag=True, help="The target is a module, as with python -m.")
+@click.option(
+    "--max-restarts", "--max_restarts", type=int, default=None, help="Recoveries before the job fails. [default: no bound]"
+)
+@click.option("--log-dir", "--log_dir", type=click.Path(path_type=Path), default=None, help="Keep the ranks' output there.")
+@click.option(
+    "-t", "--tee", default="3", show_default=True, help="Streams shown here: 0 none, 1 stdout, 2 stderr, 3 both; or RANK:N,..."
+)
+@click.option(
+    "--start-method", type=click.Choice(["fork", "fresh"]), default="fork", show_default=True,
+    help="How ranks start: forked from a process that has torch imported, or as fresh interpreters.",
+)
+@click.option(
+    "--pull", type=click.Choice(["shm", "zmq"]), default="shm", show_default=True,
+    help="How a replacement gets state on this node: shared memory, or through the shard server.",
+)
+@click.option(
+    "--suspect-after", type=float, default=3.0, show_default=True, metavar="SECONDS",
+    help="Silence after which a rank is killed and replaced.",
+)
+@click.option("--events", is_flag=True, help="Show the event log's lines, too (on stderr).")
+@click.option("--dir", "directory", type=click.Path(path_type=Path), default=None, help="Run directory of the daemon to use.")
+@click.argument("target")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def run(
+    nproc_per_node: int, standby: int, module: bool, max_restarts: int | None, log_dir: Path | None, tee: str,
+    start_method: str, pull: str, suspect_after: float, events: bool, directory: Path | None, target: str,
+    arguments: tuple[str, ...],
+) -> None:  # fmt: skip
+    """Run TARGET on this machine under a daemon, or under one of its own if none runs."""
+    shown = _streams(tee)
+    submit = msg.Submit(
+        release=__version__,
+        target=_checked(target, module),
+        module=module,
+        args=arguments,
+        cwd=os.getcwd(),
+        python=sys.executable,
+        env=tuple((k, v) for k, v in os.environ.items() if k not in NOT_PASSED_ON),
+        world_size=nproc_per_node,
+        num_standbys=standby,
+        max_restarts=max_restarts,
+        log_dir=str(log_dir.absolute()) if log_dir else None,
+        start_method=start_method,
+        pull=pull,
+        suspect_after_s=suspect_after,
+    )
+    with _daemon(directory) as client:
+        sys.exit(Submission(client, submit, shown, show_events=events).follow())
+
+
+def _checked(target: str, module: bool) -> str:
+    """The target, if it can be run at all; said here, before anything is started."""
+    if module:
+        try:
+            sys.path.insert(0, os.getcwd())
+            found = importlib.util.find_spec(target)
+        except (ImportError, ValueError):
+            found = None
+        if found is None:
+            raise UsageError(f"no module named {target!r}")
+        return target
+    path = Path(target)
+    if not path.is_file():
+        raise UsageError(f"no such script: {target}")
+    try:
+        compile(path.read_bytes(), target, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        raise UsageError(f"{target} is not a Python script: {error}") from None
+    return str(path.absolute())
+
+
+def _streams(tee: str) -> Callable[[int, str], bool]:
+    """torchrun's --tee: one number for all ranks, or RANK:N pairs."""
+    each: dict[int, tuple[str, ...]] = {}
+    default: tuple[str, ...] = ()
+    for item in tee.split(","):
+        rank, _, number = item.rpartition(":")
+        if number not in STREAMS or (rank and not rank.isdigit()):
+            raise UsageError(f"--tee takes 0, 1, 2 or 3, or RANK:N pairs, not {tee!r}")
+        if rank:
+            each[int(rank)] = STREAMS[number]
+        else:
+            default = STREAMS[number]
+    return lambda rank, stream: stream in each.get(rank, default)
+
+
+@contextlib.contextmanager
+def _daemon(directory: Path | None) -> Iterator[Client]:
+    if directory is not None or daemon_runs_in(default_run_dir()):
+        with connect(directory) as client:
+            yield client
+    else:
+        with private_daemon() as client:
+            yield client
+
+
+class Submission:
+    """A job that was submitted from here: its output, Ctrl-C, and its end."""
+
+    def __init__(
+        self, client: Client, submit: msg.Submit, shown: Callable[[int, str], bool], *, show_events: bool = False
+    ) -> None:
+        self._client = client
+        self._shown = shown
+        self._show_events = show_events
+        self._world_size = submit.world_size
+        self._interrupts = 0
+        self._passed_on = 0
+        answer = client.ask(submit)
+        if not isinstance(answer, msg.Submitted):
+            raise ProtocolError(f"expected Submitted, not {type(answer).__name__}")
+        self.job = answer.job
+        self.shm_dir = Path(answer.shm_dir)
+        self.ended: msg.JobEnded | None = None
+
+    def follow(self) -> int:
+        """Until the job's end; returns its exit code."""
+        before = {n: signal.signal(n, self._interrupted) for n in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            while self.ended is None:
+                self.poll(PRESENT_S)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        code, reason = self.ended.code, self.ended.reason
+        if code:
+            print(f"flashrec: job {self.job} failed: {reason}", file=sys.stderr, flush=True)
+        return code
+
+    def poll(self, timeout_s: float) -> msg.Message | None:
+        """One message, dealt with; None if none came."""
+        if self._interrupts > self._passed_on:
+            self._passed_on = self._interrupts
+            self._client.send(msg.StopJob(self.job, hard=self._interrupts > 1))
+        self._client.send(msg.Present(self.job))
+        message = self._client.receive(timeout_s)
+        match message:
+            case None:
+                if not daemon_runs_in(self._client.run_dir):
+                    raise DaemonUnavailable(f"the daemon of job {self.job} is gone")
+            case msg.Output():
+                self._show(message)
+            case msg.Happened() if self._show_events:
+                event = json.loads(message.line)
+                where = " ".join(f"{k} {event[k]}" for k in ("rank", "step") if event[k] is not None)
+                print(f"flashrec: {event['event']} [{where}] {event['reason']}", file=sys.stderr, flush=True)
+            case msg.JobEnded():
+                self.ended = message
+            case _:
+                pass
+        return message
+
+    def _show(self, output: msg.Output) -> None:
+        if not self._shown(output.rank, output.stream):
+            return
+        out = sys.stdout if output.stream == "stdout" else sys.stderr
+        prefix = "" if self._world_size == 1 else f"[{'standby' if output.rank < 0 else output.rank}]: "
+        out.buffer.write(prefix.encode() + output.data + b"\n")
+        out.buffer.flush()
+
+    def _interrupted(self, number: int, frame: FrameType | None) -> None:
+        self._interrupts += 1
+        if self._interrupts == 1:
+            print("flashrec: ending the job; once more to end it at once", file=sys.stderr, flush=True)

@@ -1,0 +1,73 @@
+"""`flashrec status`: what the daemon knows, for a person or (--json) for a program."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from flashrec.cli.client import ask_status, connect
+
+PHASE_STYLES = {
+    "computing": "green",
+    "gated": "cyan",
+    "applying": "cyan",
+    "tail": "cyan",
+    "idle": "green",
+    "section": "blue",
+    "held": "yellow",
+    "parked": "yellow",
+    "unwinding": "yellow",
+    "reforming": "yellow",
+    "building": "magenta",
+    "left": "dim",
+}
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="The whole document.")
+@click.option("--dir", "directory", type=click.Path(path_type=Path), default=None, help="Run directory of the daemon.")
+def status(as_json: bool, directory: Path | None) -> None:
+    """Show the job a daemon runs: ranks, phases, standbys, recoveries."""
+    with connect(directory) as client:
+        document = ask_status(client)
+    if as_json:
+        click.echo(json.dumps(document, indent=2))
+    else:
+        Console().print(render(document))
+
+
+def render(document: dict[str, Any]) -> RenderableType:
+    """The document as a person wants to see it."""
+    daemon = document["daemon"]
+    head = Text(f"flashrecd {document['release']}, pid {daemon['pid']}, up {daemon['uptime_s']:.0f} s")
+    job = document["job"]
+    if job is None:
+        last = document["last_job"]
+        text = "no job runs here" if last is None else f"no job runs here; job {last['job']}: {last['outcome']['reason']}"
+        return Group(head, Text(text))
+    return Group(head, render_job(job))
+
+
+def render_job(job: dict[str, Any]) -> RenderableType:
+    """The job's line, and a row for each rank."""
+    standbys = ", ".join(f"{s['process']} {s['depth']}" for s in job["standbys"]) or "none"
+    line = Text(
+        f"job {job['job']}: {job['status']}, generation {job['generation']}, {job['regime']} regime, "
+        f"{job['restarts']} recoveries; standbys: {standbys}"
+    )
+    table = Table(box=None, pad_edge=False)
+    for column in ("rank", "pid", "phase", "step", "committed", "loss"):
+        table.add_column(column, justify="left" if column == "phase" else "right")
+    for rank in job["ranks"]:
+        phase = rank["phase"] or rank["status"]
+        if rank["status"] == "dead":
+            phase = "dead"
+        loss = "" if rank["loss"] is None else f"{rank['loss']:.4f}"
+        cells = [str(rank["rank"]), str(rank["pid"] or "-"), "", str(rank["step"] or 0), str(rank["committed"] or 0), loss]
+        style = PHASE_STYLES.get(phase, "red")
+        table.add_row(*cells[:2], Text(phase, style=style), *cells[3:])
+    return Group(line, table)

@@ -1,0 +1,483 @@
+"""Interprets the rank's state machine: turns what happens into events, and its actions into effects.
+
+All of it runs on the main thread, save `_abort_now` and the other callbacks of the link's thread, which
+only wake the main thread up. `phases.py` decides; nothing here does.
+"""
+
+import os
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from flashrec import phases as ph
+from flashrec.data import Feed
+from flashrec.errors import GroupsAborted, RecoveryFailed, StepAbandoned, UsageError
+from flashrec.groups import GateBroken, GroupSet
+from flashrec.link import DaemonLost, Incoming, Link
+from flashrec.parts import Parts
+from flashrec.protected import ProtectedState
+from flashrec.protocol import messages as msg
+from flashrec.protocol import tag as tags
+from flashrec.rendezvous import RendezvousStore
+from flashrec.state.arena import Arena
+from flashrec.state.pull import PullCancelled, Puller
+
+Phase = ph.Phase
+IN_BODY = (Phase.COMPUTING, Phase.GATED, Phase.HELD, Phase.APPLYING, Phase.TAIL, Phase.UNWINDING)
+
+
+class Engine:
+    """One process's part in a job, from init() to its end. Without a rank it is a standby, nobody yet."""
+
+    def __init__(self, link: Link, groups: GroupSet) -> None:
+        self.link = link
+        self.groups = groups
+        self.world_size = link.welcome.world_size
+        self.shm_dir = Path(link.welcome.shm_dir)
+        self.replacement = link.welcome.replacement
+        self.state: ProtectedState | None = None
+        self.feed: Feed | None = None
+        self.rehearsing = False
+        self.in_section = False
+        self.attempt = 0
+        self._entered: int | None = None
+        self._machine: ph.RankMachine | None = None
+        self._arena: Arena | None = None
+        self._tag: tags.TagWriter | None = None
+        self._store: RendezvousStore | None = None
+        self._parts = Parts()
+        self._sources: tuple[int, ...] = ()
+        self._rehearsed_ns = 0
+        self._pulled_ns = 0
+        self._report_commit = True
+        self._start_sealed = False
+        self._warned: set[str] = set()
+        self._main_thread = threading.get_ident()
+        link.on_abort = self._abort_now
+        link.on_value = self._on_value
+        link.on_part = self._parts.add
+        link.on_inspect = self._on_inspect
+        groups.on_latch = self._on_latch
+
+    # --- who I am ---------------------------------------------------------------------------------------
+
+    @property
+    def assigned(self) -> bool:
+        return self._machine is not None
+
+    @property
+    def phase(self) -> Phase:
+        return self._machine.state.phase if self._machine else Phase.BUILDING
+
+    @property
+    def version(self) -> int | None:
+        return self._machine.state.version if self._machine else None
+
+    @property
+    def rank(self) -> int:
+        if self._machine is None and self.rehearsing:
+            return 0
+        if self._machine is None:
+            raise UsageError(
+                "this process is a standby that holds no rank yet: with init(standby='built') nothing before the "
+                "first step may ask for the rank; what depends on it belongs into the callable given to steps()"
+            )
+        return self._machine.state.rank
+
+    def assign(self, rank: int, generation: int) -> None:
+        """Take a rank, for good."""
+        phase = Phase.BUILDING if self.replacement else Phase.STARTING
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0", ROLE_RANK=str(rank))
+        self._machine = ph.RankMachine(ph.RankState(rank, phase, generation))
+        self._arena = Arena(self.shm_dir / "private", rank)
+        self._tag = tags.TagWriter(tags.tag_path(self.shm_dir, rank))
+        self.publish()
+
+    def form_first(self) -> None:
+        """Connect the world of a job that starts. If somebody dies meanwhile the daemon ends this process."""
+        assert self._machine is not None
+        try:
+            self._form(self._machine.state.generation)
+        except GroupsAborted:
+            while not isinstance(self.link.receive(), DaemonLost):
+                pass
+            raise RecoveryFailed("the daemon ended before the job had started") from None
+
+    # --- the events of a step ---------------------------------------------------------------------------
+
+    def protect(self, state: ProtectedState) -> None:
+        self.state = state
+        if self._machine is None:
+            return
+        digest = state.publish_layout(self.shm_dir, self.rank)
+        if not self.replacement:
+            self._handle(ph.Protected())
+        self.link.send(msg.Protected(self.link.proc, digest))
+
+    @property
+    def must_rehearse(self) -> bool:
+        """A replacement runs one body detached before it can join: DDP's buckets take their order from it."""
+        return self._machine is None or (self.phase is Phase.BUILDING and not self._machine.state.rehearsed)
+
+    def begin_rehearsal(self) -> None:
+        """From here to the gate of the body that follows nothing is real."""
+        assert self.state is not None
+        self.rehearsing = True
+        self.state.redo.note()
+        if self._machine is None:
+            self.groups.act_as(0)
+
+    def catch_up(self) -> None:
+        """A replacement that has rehearsed waits here until it holds the plan's version. Then private state is
+        checked: it was sealed in the last gate, and is what the next step starts from."""
+        self._drain()
+        if self.phase is not Phase.IDLE:
+            self._await(lambda: self.phase is Phase.IDLE)
+        self._check_quiet()
+
+    def expected_step(self) -> int:
+        """The step that comes next; a replacement learns it from its plan, before it holds the state."""
+        self._drain()
+        if self._machine is None:
+            self._await_rank()
+        assert self._machine is not None
+        if self.phase is Phase.BUILDING and not self._machine.state.rehearsed:
+            self._await(lambda: self._machine is not None and self._machine.state.plan is not None)
+            assert self._machine.state.plan is not None
+            return self._machine.state.plan.version
+        if self.phase in (Phase.BUILDING, Phase.REFORMING):
+            self._await(lambda: self.phase is Phase.IDLE)
+        assert self.version is not None
+        return self.version
+
+    def enter(self) -> None:
+        """To the start of a step, through a recovery if one is due; or into a rehearsal."""
+        if self.phase in IN_BODY:
+            raise UsageError("a step inside a step")
+        if self.rehearsing:
+            return
+        self._settle(ph.Enter())
+        self.attempt = self.attempt + 1 if self.version == self._entered else 0
+        self._entered = self.version
+
+    def leave(self) -> None:
+        """The script is at its end: linger until every rank is, ready to serve those that die meanwhile."""
+        if self._machine is None or self.state is None or self.phase in (Phase.STARTING, Phase.GONE):
+            return
+        if self.phase is Phase.BUILDING and not self._machine.state.rehearsed:
+            self._handle(ph.Rehearsed())  # a script that takes no step has nothing to rehearse
+        self._settle(ph.Leave())
+        while self.phase is not Phase.GONE:
+            if self._take(self.link.receive()) and self.phase is Phase.LEFT:
+                return
+
+    def _settle(self, event: ph.Enter | ph.Leave) -> None:
+        """Enter or Leave; where that means to park, wait for the plan, recover, and try again."""
+        goal = Phase.LEFT if isinstance(event, ph.Leave) else Phase.COMPUTING
+        self._drain()
+        while self.phase is not goal:
+            if self.phase is Phase.IDLE:
+                self._handle(event)
+            if self.phase is not goal:
+                self._await(lambda: self.phase in (Phase.IDLE, goal))
+
+    def gate(self) -> None:
+        """Returns if the optimizer may run; raises StepAbandoned if the step is to be redone."""
+        if self.rehearsing:
+            raise StepAbandoned("the rehearsal ends before the optimizer")
+        if self.phase in (Phase.APPLYING, Phase.TAIL):
+            return  # the second optimizer of the same step
+        if self.phase is not Phase.COMPUTING:
+            raise UsageError("optimizer.step() outside a step: put it into `with flashrec.step():`")
+        self._drain()
+        self._handle(ph.GateReached())
+        if self.phase is Phase.HELD:
+            self._await(lambda: self.phase is not Phase.HELD)
+        if self.phase is Phase.UNWINDING:
+            raise StepAbandoned("a failure elsewhere: this step is redone")
+
+    def applied(self) -> None:
+        if not self.rehearsing and self.phase is Phase.APPLYING:
+            self._handle(ph.Applied())
+
+    def exit(self, error: BaseException | None) -> bool:
+        """The body was left. True: `error` is put down to a failure elsewhere, and the step is redone."""
+        if self.rehearsing:
+            return self._end_rehearsal(error)
+        self._drain()
+        if error is None and self.phase is Phase.COMPUTING:
+            try:
+                self.gate()  # no optimizer ran: the step agrees here
+                self.applied()
+            except StepAbandoned as abandoned:
+                error = abandoned
+        if error is None and self.phase is Phase.TAIL:
+            self._handle(ph.Exit())
+            return False
+        latched = self._machine is not None and self._machine.state.latched
+        if self.phase is Phase.UNWINDING or (self.phase is Phase.COMPUTING and latched):
+            if error is not None and not isinstance(error, StepAbandoned | Exception):
+                return False  # KeyboardInterrupt, SystemExit
+            self._handle(ph.Exit())
+            return True
+        return False
+
+    def _end_rehearsal(self, error: BaseException | None) -> bool:
+        self.rehearsing = False
+        if error is not None and not isinstance(error, StepAbandoned):
+            return False
+        assert self.state is not None
+        self.state.settle_buckets(1)
+        self.state.redo.put_back()
+        if self.feed is not None:
+            self.feed.close()
+        self._rehearsed_ns = time.monotonic_ns()
+        if self._machine is None:
+            self.groups.act_as(None)
+            self._await_rank()
+        self._drain()
+        self._handle(ph.Rehearsed())
+        return True
+
+    def _await_rank(self) -> None:
+        """A built standby waits here, at its first step, until somebody dies."""
+        self.link.send(msg.StandbyReady(self.link.proc, "built"))
+        while not self.assigned:
+            self._take(self.link.receive())
+
+    def _check_quiet(self) -> None:
+        """If the script changed private state after it was sealed, say what, and seal it again."""
+        assert self.state is not None and self._machine is not None and self._arena is not None
+        disturbed = self.state.disturbed()
+        if not disturbed and (self._start_sealed or self.version != 0):
+            return
+        self._start_sealed = True
+        payload = self.state.seal_private(self.feed, provisional=False)
+        self._arena.seal(self._machine.state.version or 0, self._machine.state.generation, payload, again=True)
+        if disturbed:
+            self.warn_once(
+                "disturbed",
+                f"{', '.join(disturbed)} changed between the optimizer's step and the next step: a rank lost in that "
+                "span could not be replaced bit-identically. Put what changes it into the step's body, or into "
+                "`with flashrec.section():`, which leaves random state as it found it.",
+            )
+
+    # --- messages ---------------------------------------------------------------------------------------
+
+    def _drain(self) -> None:
+        while (message := self.link.receive(timeout_s=0)) is not None:
+            self._take(message)
+
+    def _await(self, done: Callable[[], bool]) -> None:
+        while not done():
+            self._take(self.link.receive())
+            if self.link.daemon_lost and not done():
+                raise RecoveryFailed("a rank was lost, and the daemon that would replace it is gone too")
+
+    def _take(self, message: Incoming | None) -> bool:
+        """One message for the main thread. True: the daemon is gone."""
+        match message:
+            case msg.Abort():
+                if self.phase is not Phase.STARTING:
+                    self._handle(ph.Latch(message.generation))
+            case ph.Latch():
+                self._handle(message)
+            case msg.ResumePlan():
+                self._sources = message.sources
+                self._handle(ph.Plan(message.generation, message.version, message.replaced))
+            case msg.Assign():
+                self.groups.assign_rank(message.rank)
+                self.assign(message.rank, message.generation)
+                if self.state is not None:
+                    self.protect(self.state)
+            case msg.Released():
+                self._handle(ph.Released())
+            case msg.Refused():
+                raise UsageError(message.reason)
+            case DaemonLost():
+                print("flashrec: the daemon is gone; training goes on unprotected", file=sys.stderr, flush=True)
+                return True
+            case _:
+                pass
+        return False
+
+    # --- callbacks of other threads -------------------------------------------------------------------------
+
+    def _on_latch(self, reason: str) -> None:
+        """A collective failed: the machine hears of it at the next safe point."""
+        machine = self._machine
+        if machine is not None and machine.state.phase is not Phase.STARTING:
+            self.link.post(ph.Latch(machine.state.generation))
+            self.note("collective failed", reason)
+
+    def _abort_now(self, generation: int, reason: str) -> None:
+        """End every wait of `generation`, or of the forming of it."""
+        self._parts.abort(generation)
+        self.groups.abort(reason, generation)
+
+    def _on_value(self, value: msg.Value) -> None:
+        store = self._store
+        if store is not None:
+            store.take(value)
+
+    def _on_inspect(self) -> None:
+        frame = sys._current_frames().get(self._main_thread)
+        stack = "".join(traceback.format_stack(frame)) if frame else "no main thread"
+        self.note("stack", f"last collective: {self.groups.last_collective or 'none'}\n{stack}")
+
+    def note(self, event: str, reason: str) -> None:
+        """A line for the event log."""
+        self.link.send(msg.Noted(self.link.proc, event, self.version, reason))
+
+    def warn_once(self, key: str, text: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            warnings.warn(f"flashrec: {text}", stacklevel=3)
+            self.note("warning", text)
+
+    # --- effects ----------------------------------------------------------------------------------------
+
+    def _handle(self, event: ph.Event) -> None:
+        assert self._machine is not None
+        actions = self._machine.handle(event)
+        self.publish()
+        for action in actions:
+            if not self._execute(action):
+                break
+
+    def _execute(self, action: ph.Action) -> bool:
+        """False: what follows in the same list is void, because the forming was given up."""
+        assert self._machine is not None and self._arena is not None and self.state is not None
+        machine = self._machine.state
+        match action:
+            case ph.Seal():
+                provisional = machine.phase is Phase.IDLE  # by protect(): the script may still seed its generators
+                payload = self.state.seal_private(self.feed, provisional=provisional)
+                self._arena.seal(action.version, machine.generation, payload)
+            case ph.Vote():
+                self._handle(ph.Verdict(self._vote()))
+            case ph.Report():
+                phase, now = machine.phase.name, time.monotonic_ns()
+                self.link.send(msg.Parked(self.link.proc, *action, phase, now))
+            case ph.NoteRedo():
+                self.state.redo.note()
+            case ph.PutBack():
+                self.state.redo.put_back()
+            case ph.DiscardAbove():
+                self._arena.discard_above(action.version)
+            case ph.Serve():
+                self._serve(action.plan)
+            case ph.Install():
+                return self._unless_aborted(lambda: self._install(action.plan), ph.Installed())
+            case ph.Form():
+                return self._unless_aborted(lambda: self._reform(action.generation), ph.Formed(action.generation))
+            case ph.Commit():
+                self._commit(action.version)
+            case ph.Linger():
+                self.link.send(msg.Leaving(self.link.proc, action.generation, action.version))
+            case ph.Apply() | ph.Abandon():
+                pass  # gate() returns or raises, by the phase
+        return True
+
+    def _unless_aborted(self, effect: Callable[[], None], event: ph.Event) -> bool:
+        try:
+            effect()
+        except (GroupsAborted, PullCancelled) as error:
+            assert self._machine is not None
+            if not self._parts.aborted(self._machine.state.generation):  # a peer out of reach, though nobody died
+                self.note("forming failed", str(error))
+                self.link.post(ph.Latch(self._machine.state.generation))
+            while self.phase is Phase.REFORMING:  # what ended it is queued; the machine must hear it
+                self._take(self.link.receive())
+                if self.link.daemon_lost:
+                    raise RecoveryFailed("the daemon was lost in the middle of a recovery") from None
+            return False
+        self._handle(event)
+        return True
+
+    def _vote(self) -> bool | None:
+        assert self._machine is not None
+        try:
+            agreed = self.groups.agree([int(self.groups.latched is None), self._machine.state.version or 0])
+        except GateBroken:
+            return None
+        return agreed[0] == 1
+
+    def _reform(self, generation: int) -> None:
+        assert self._machine is not None and self.state is not None and self._machine.state.plan is not None
+        self.state.settle_buckets(self._machine.state.plan.version)
+        self._form(generation)
+        times = (self._pulled_ns, self._rehearsed_ns, time.monotonic_ns())
+        self.link.send(msg.Formed(self.link.proc, generation, self.state.bucket_digest(), *times))
+        self._report_commit = True
+
+    def _form(self, generation: int) -> None:
+        store = RendezvousStore(self.link.proc, generation, self.link.send)
+        self._store = store
+        self.groups.form(store, generation)
+
+    def _serve(self, plan: ph.Plan) -> None:
+        assert self.state is not None
+        part, num_parts = self._sources.index(self.rank), len(self._sources)
+        manifest = self.state.export(self.shm_dir, plan.generation, plan.version, self.rank, part, num_parts)
+        self.link.send(msg.Exported(self.link.proc, plan.generation, self.rank, manifest, time.monotonic_ns()))
+
+    def _install(self, plan: ph.Plan) -> None:
+        assert self.state is not None and self._arena is not None
+        self.state.install_private(self._arena.read(plan.version), self.feed, self.rank, self.world_size)
+        parts = self._parts.wait(plan.generation, self._sources)
+        remote = self.link.welcome.shard_address if self.link.welcome.pull == "zmq" else None
+        puller = Puller(lambda: self._parts.aborted(plan.generation))
+        report = self.state.install_tensors(parts, plan, puller, remote)
+        for refused in report.refused:
+            self.note("source refused", refused)
+        self._start_sealed = True
+        self._pulled_ns = time.monotonic_ns()
+
+    def _commit(self, version: int) -> None:
+        assert self._tag is not None and self._machine is not None
+        now = time.monotonic_ns()
+        self._tag.committed, self._tag.committed_ns = version, now
+        if self._report_commit:
+            self._report_commit = False
+            self.link.send(msg.Committed(self.link.proc, self._machine.state.generation, version, now))
+        self.publish()
+
+    # --- the tag --------------------------------------------------------------------------------------------
+
+    def publish(self) -> None:
+        """Phase, step and generation, for all to see."""
+        if self._tag is None or self._machine is None:
+            return
+        state, tag = self._machine.state, self._tag
+        if state.phase is Phase.COMPUTING and tag.phase != Phase.COMPUTING:
+            tag.progress, tag.body = 0, tags.FORWARD
+        tag.progress += 1
+        tag.phase, tag.generation, tag.attempt = state.phase, state.generation, self.attempt
+        tag.step = -1 if state.version is None else state.version
+        tag.changed_ns = time.monotonic_ns()
+        tag.publish()
+
+    def mark(self, body: int) -> None:
+        """Where in a body: forward, backward, or a section."""
+        if self._tag is not None:
+            self._tag.body = body
+            self._tag.publish()
+
+    def count_collective(self) -> None:
+        if self._tag is not None:
+            self._tag.progress += 1
+            self._tag.publish()
+
+    def report_loss(self, loss: float) -> None:
+        if self._tag is not None:
+            self._tag.loss = loss
+
+    def close(self) -> None:
+        self.groups.close()
+        if self._tag is not None:
+            self._tag.close()

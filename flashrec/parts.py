@@ -1,0 +1,49 @@
+"""The parts of the state that survivors announce to a replacement, gathered by the link's thread."""
+
+import threading
+from collections.abc import Sequence
+
+from flashrec.errors import GroupsAborted, RecoveryFailed
+from flashrec.protocol import messages as msg
+
+DEADLINE_S = 600.0
+
+
+class Parts:
+    """Manifests of one generation at a time; `wait()` on the main thread, the rest on the link's."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._generation = 0
+        self._aborted = 0
+        self._manifests: dict[int, bytes] = {}
+
+    def add(self, part: msg.PartReady) -> None:
+        with self._changed:
+            if part.generation < self._generation:
+                return
+            if part.generation > self._generation:
+                self._generation, self._manifests = part.generation, {}
+            self._manifests[part.rank] = part.manifest
+            self._changed.notify_all()
+
+    def abort(self, generation: int) -> None:
+        with self._changed:
+            self._aborted = max(self._aborted, generation)
+            self._changed.notify_all()
+
+    def aborted(self, generation: int) -> bool:
+        return self._aborted >= generation
+
+    def wait(self, generation: int, ranks: Sequence[int]) -> list[bytes]:
+        """The manifests of `ranks`, in order. GroupsAborted when the generation is given up meanwhile."""
+        with self._changed:
+
+            def complete() -> bool:
+                return self._generation == generation and all(rank in self._manifests for rank in ranks)
+
+            if not self._changed.wait_for(lambda: self._aborted >= generation or complete(), DEADLINE_S):
+                raise RecoveryFailed(f"generation {generation}: no answer from {list(ranks)} in {DEADLINE_S:.0f} s")
+            if self._aborted >= generation:
+                raise GroupsAborted(f"generation {generation} was given up")
+            return [self._manifests[rank] for rank in ranks]

@@ -1,0 +1,168 @@
+"""What protect() was given, as one object: tensor, common and private state, and the groups' buckets."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from flashrec import torch_private
+from flashrec.data import Feed
+from flashrec.errors import UsageError
+from flashrec.phases import Plan
+from flashrec.state import tensors
+from flashrec.state.capture import capture
+from flashrec.state.layout import Layout
+from flashrec.state.private import PrivateState, Redo, changed
+from flashrec.state.export import export
+from flashrec.state.manifest import ExportManifest, Source, export_path
+from flashrec.state.pull import Puller, PullReport
+
+MAX_PRIVATE_BYTES = 1 << 30
+MAX_COMMON_BYTES = 1 << 30
+PULL_DEADLINE_S = 600.0
+
+
+class ProtectedState:
+    """The state of one rank as flashrec sees it; nothing here runs a collective."""
+
+    def __init__(
+        self,
+        models: Sequence[torch.nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        private: Mapping[str, Any],
+        common: Mapping[str, Any],
+    ) -> None:
+        self.models = list(models)
+        self.optimizers = list(optimizers)
+        self.captured = capture(self.models, self.optimizers, common=common)
+        self.private = PrivateState(self.models, private)
+        self.redo = Redo(self.private, self.captured)
+        self._ddp: list[DistributedDataParallel] = [
+            ddp for model in self.models for ddp in torch_private.ddp_modules(model)
+        ]
+        self._quiet: dict[str, int] | None = None
+
+    # --- layout -------------------------------------------------------------------------------------------
+
+    def publish_layout(self, shm_dir: Path, rank: int) -> str:
+        """Write the description others can compare with; returns its digest."""
+        layout = self.captured.layout()
+        path = shm_dir / "layout" / f"r{rank}"
+        aside = path.with_suffix(".new")
+        fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "wb") as file:
+            file.write(layout.to_bytes())
+        os.rename(aside, path)
+        return layout.digest
+
+    # --- private state ------------------------------------------------------------------------------------
+
+    def seal_private(self, feed: Feed | None, *, provisional: bool) -> bytes:
+        """The private state as of now, and the data position, as bytes for the arena."""
+        snapshot = self.private.snapshot()
+        self._quiet = None if provisional else self.private.quiet_digest(snapshot)
+        position = feed.position() if feed is not None else None
+        return tensors.encode({"private": snapshot, "position": position, "provisional": provisional})
+
+    def disturbed(self) -> list[str]:
+        """Names of the private parts that changed since the last gate sealed them; asked once after each."""
+        before, self._quiet = self._quiet, None
+        return [] if before is None else changed(before, self.private.quiet_digest())
+
+    def install_private(self, payload: bytes, feed: Feed | None, rank: int, world_size: int) -> None:
+        """Become what `payload` describes. Loader workers start here, so that they warm up during the pull."""
+        sealed = tensors.decode(payload, MAX_PRIVATE_BYTES)
+        if sealed["provisional"]:
+            # Sealed before the script had done what precedes its first step; this process has done the same.
+            return
+        if feed is not None and sealed["position"] is not None:
+            feed.go_to(sealed["position"], rank, world_size)
+        self.private.restore(sealed["private"])
+
+    # --- tensor and common state --------------------------------------------------------------------------
+
+    def export(self, shm_dir: Path, generation: int, version: int, rank: int, part: int, num_parts: int) -> bytes:
+        """Put part `part` of `num_parts` of the tensor state into shared memory; returns what a puller needs."""
+        layout = self.captured.layout()
+        manifest = export(
+            self.captured,
+            layout.split(num_parts)[part],
+            export_path(shm_dir, generation, rank),
+            rank=rank,
+            version=version,
+            generation=generation,
+            layout_digest=layout.digest,
+        )
+        described = {
+            "manifest": manifest.to_wire(),
+            "layout": layout.to_bytes() if part == 0 else None,
+            "common": self.captured.common_state() if part == 0 else None,
+        }
+        return tensors.encode(described)
+
+    def install_tensors(
+        self, parts: Sequence[bytes], plan: Plan, puller: Puller, address: str | None
+    ) -> PullReport:
+        """Pull every part, verified, into the live tensors; then load the common state.
+
+        `address`: of the shard server to pull through; None: from this node's shared memory."""
+        described = [tensors.decode(part, MAX_COMMON_BYTES) for part in parts]
+        layout = Layout.from_bytes(described[0]["layout"])
+        self.captured.prepare(layout)
+        manifests = [ExportManifest.from_wire(part["manifest"]) for part in described]
+        report = puller.pull(
+            self.captured,
+            layout,
+            [[Source(manifest, address)] for manifest in manifests],
+            version=plan.version,
+            generation=plan.generation,
+            deadline_s=PULL_DEADLINE_S,
+        )
+        self.captured.load_common_state(described[0]["common"])
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        return report
+
+    # --- gradient buckets -----------------------------------------------------------------------------------
+
+    def settle_buckets(self, version: int) -> None:
+        """Give DDP's buckets the layout they have at `version` in an undisturbed run.
+
+        Step 0 runs on the buckets DDP starts with, every later one on those it has rebuilt by the order in
+        which gradients arrived; reduction order, and so the result, follows from the layout.
+        """
+        for ddp in self._ddp:
+            if version == 0:
+                torch_private.reset_buckets(ddp)
+            else:
+                torch_private.rebuild_buckets(ddp)
+
+    def bucket_digest(self) -> str:
+        return "/".join(torch_private.bucket_digest(ddp) for ddp in self._ddp)
+
+
+def layout_difference(shm_dir: Path, rank: int, other: int) -> str | None:
+    """How the published layouts of two ranks differ, in words; None if they do not."""
+    mine, theirs = (Layout.from_bytes((shm_dir / "layout" / f"r{r}").read_bytes()) for r in (rank, other))
+    return mine.difference(theirs)
+
+
+def named_extras(private: Any) -> dict[str, Any]:
+    """protect(private=...): one object, or a mapping of names to objects."""
+    if private is None:
+        return {}
+    if isinstance(private, Mapping) and not hasattr(private, "state_dict"):
+        return dict(private)
+    return {"private": private}
+
+
+def as_list(given: Any, kind: type, name: str) -> list[Any]:
+    """protect(model=...) and (optimizer=...): one, or several."""
+    several = [given] if isinstance(given, kind) else list(given.values() if isinstance(given, Mapping) else given)
+    if not several or not all(isinstance(one, kind) for one in several):
+        raise UsageError(f"protect({name}=...) takes a {kind.__name__}, or several")
+    return several
+

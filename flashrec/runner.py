@@ -1,0 +1,133 @@
+"""What a rank's process runs: connect to the daemon, wait for a rank if it has none, run the script, linger.
+
+Called by the fork server in a fresh fork, or by a fresh interpreter; `spec.program` says what to run.
+"""
+
+import os
+import runpy
+import sys
+
+import traceback
+from collections.abc import Mapping
+
+from flashrec import __version__
+from flashrec.errors import ProtocolError, RecoveryFailed
+from flashrec.link import DaemonLost, Link
+from flashrec.protocol import messages as msg
+from flashrec.protocol.spawn import ProcSpec
+
+MAX_TRACEBACK = 20_000
+
+
+def main(spec: ProcSpec) -> int:
+    """The exit code of the script."""
+    program = spec.program
+    link = Link(_text(program, "address"), spec.proc, __version__)
+    try:
+        if link.welcome.rank is None and not _await_turn(link):
+            return 0
+        code = _run_script(program, link)
+        _finish(code)
+        return code
+    except BaseException as error:
+        if not isinstance(error, SystemExit | KeyboardInterrupt):
+            _report(link, error)
+        raise
+    finally:
+        _close(link)
+
+
+def _await_turn(link: Link) -> bool:
+    """A forked standby: until it is assigned a rank, or told to build. False: it is not needed any more."""
+    from flashrec.protocol.messages import StandbyReady
+
+    link.send(StandbyReady(link.proc, "forked"))
+    while True:
+        message = link.receive()
+        if isinstance(message, msg.Assign):
+            link.welcome = _assigned(link.welcome, message)
+            return True
+        if isinstance(message, msg.Prepare):
+            return True
+        if isinstance(message, DaemonLost):
+            return False
+
+
+def _assigned(welcome: msg.Welcome, assign: msg.Assign) -> msg.Welcome:
+    from dataclasses import replace
+
+    return replace(welcome, rank=assign.rank, generation=assign.generation)
+
+
+def _run_script(program: Mapping[str, object], link: Link) -> int:
+    from flashrec import session
+
+    session.attach(link)
+    welcome = link.welcome
+    os.environ.update(WORLD_SIZE=str(welcome.world_size), LOCAL_WORLD_SIZE=str(welcome.world_size))
+    if welcome.rank is not None:
+        rank = str(welcome.rank)
+        os.environ.update(RANK=rank, LOCAL_RANK=rank, GROUP_RANK="0", ROLE_RANK=rank)
+    target, arguments = _text(program, "target"), program.get("args")
+    if not isinstance(arguments, list | tuple):
+        raise ProtocolError("the script's arguments are not a list")
+    sys.argv = [target, *map(str, arguments)]
+    try:
+        if program.get("module"):
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, os.path.dirname(os.path.abspath(target)))
+            runpy.run_path(target, run_name="__main__")
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    return 0
+
+
+def _finish(code: int) -> None:
+    from flashrec import session
+
+    engine = session.current_engine()
+    if engine is not None and code == 0:
+        engine.leave()
+
+
+def _report(link: Link, error: BaseException) -> None:
+    """The daemon should know why before it sees the process end."""
+    from flashrec import session
+
+    engine = session.current_engine()
+    _trim(error)
+    text = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
+    if not (isinstance(error, RecoveryFailed) and link.daemon_lost):
+        link.send(msg.Failed(link.proc, engine.version if engine is not None else None, text))
+
+
+def _trim(error: BaseException) -> None:
+    """A traceback that starts in the user's script, as that of a script started directly."""
+    frame = error.__traceback__
+    ours = (__file__, runpy.__file__, "<frozen runpy>")
+    while frame is not None and frame.tb_frame.f_code.co_filename in ours:
+        frame = frame.tb_next
+    if frame is not None:
+        error.__traceback__ = frame
+
+
+def _close(link: Link) -> None:
+    from flashrec import session
+
+    engine = session.current_engine()
+    link.close()
+    if engine is not None:
+        engine.close()
+
+
+
+def _text(program: Mapping[str, object], key: str) -> str:
+    value = program.get(key)
+    if not isinstance(value, str):
+        raise ProtocolError(f"the program's {key!r} is not text")
+    return value

@@ -1,0 +1,200 @@
+"""What a training script calls: init, protect, steps, step, section.
+
+    flashrec.init()                        in place of torch.distributed.init_process_group
+    flashrec.protect(model=..., optimizer=..., scheduler=...)
+    for step in flashrec.steps(loader, total=10_000):
+        with step:
+            ...
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from flashrec.data import Feed, Source
+from flashrec.engine import IN_BODY, Engine, Phase
+from flashrec.errors import UsageError
+from flashrec.groups import GroupSet
+from flashrec.link import Link
+from flashrec.protected import ProtectedState, as_list, named_extras
+from flashrec.protocol import messages as msg
+from flashrec.loop import OwnStep, Section, Step, install_gate, mark_backward
+
+DEPTHS = ("forked", "built")
+
+
+class _Session:
+    """This process's one session; `link` is there when `flashrec run` started the process."""
+
+    link: Link | None = None
+    engine: Engine | None = None
+
+
+_session = _Session()
+
+
+def attach(link: Link) -> None:
+    """For the runner: the process is connected, and waits for its script."""
+    _session.link = link
+
+
+def current_engine() -> Engine | None:
+    return _session.engine
+
+
+def _engine() -> Engine:
+    if _session.engine is None:
+        raise UsageError("call flashrec.init() first")
+    return _session.engine
+
+
+def _protected() -> Engine:
+    engine = _engine()
+    if engine.state is None:
+        raise UsageError("call flashrec.protect(model=..., optimizer=...) before the first step")
+    return engine
+
+
+def init(*, standby: str = "forked") -> None:
+    """Join the job: torch.distributed is initialised, with groups that can be re-formed in place.
+
+    standby: how far a standby may go before it is needed. "forked": torch is imported, the script not started.
+    "built": the script promises that nothing before its first step depends on the rank, so a standby can have
+    built and rehearsed everything; asking for the rank earlier raises UsageError.
+
+    Raises UsageError outside `flashrec run`, or when called twice.
+    """
+    if standby not in DEPTHS:
+        raise UsageError(f"standby must be one of {', '.join(DEPTHS)}, not {standby!r}")
+    if _session.engine is not None:
+        raise UsageError("flashrec.init() was called before")
+    if torch.distributed.is_initialized():
+        raise UsageError("torch.distributed is initialised already: flashrec.init() takes its place")
+    link = _session.link
+    if link is None:
+        raise UsageError("no daemon: start the script with `flashrec run --nproc-per-node N script.py`")
+    groups = GroupSet(on_collective=lambda name, count: _on_collective(name))
+    engine = Engine(link, groups)
+    _session.engine = engine
+    rank = link.welcome.rank
+    groups.start(rank, engine.world_size)
+    if standby == "built":
+        link.send(msg.BuiltOffered(link.proc))
+    if rank is not None:
+        engine.assign(rank, link.welcome.generation)
+    prelude = engine.shm_dir / "prelude"
+    if link.welcome.replacement:
+        groups.play_back(prelude / f"r{rank or 0}")
+    else:
+        engine.form_first()
+        groups.record_to(prelude / f"r{rank}")
+
+
+def _on_collective(name: str) -> None:
+    engine = _session.engine
+    if engine is None:
+        return
+    engine.count_collective()
+    if engine.state is None or engine.rehearsing or engine.in_section:
+        return
+    if engine.phase in (Phase.APPLYING, Phase.TAIL):
+        engine.warn_once(
+            "tail",
+            f"{name} runs between the gate and the end of a step. A failure there can leave some ranks "
+            "with the step applied and others without its results; move it before optimizer.step() or into a section.",
+        )
+    elif engine.phase not in IN_BODY and engine.phase is Phase.IDLE:
+        engine.warn_once("outside", f"{name} runs outside a step; put it into `with flashrec.section():`")
+
+
+def protect(*, model: Any, optimizer: Any, private: Any = None, **common: Any) -> None:
+    """Tell flashrec what the state is. Call it once, after everything is built and before the first step.
+
+    model, optimizer: one torch.nn.Module / torch.optim.Optimizer, or several.
+    private: what differs by rank besides random state, module buffers and data position: an object with
+        state_dict/load_state_dict, or a mapping of names to such objects.
+    common: what is equal on all ranks (scheduler=..., scaler=..., ema=...): anything with state_dict/load_state_dict.
+
+    Raises UsageError when called twice or for something without these methods, LayoutMismatch (at a replacement)
+    when the state differs from that of the other ranks, EnvironmentFault when shared memory is full.
+    """
+    engine = _engine()
+    if engine.state is not None:
+        raise UsageError("flashrec.protect() was called before")
+    models = as_list(model, torch.nn.Module, "model")
+    optimizers = as_list(optimizer, torch.optim.Optimizer, "optimizer")
+    state = ProtectedState(models, optimizers, named_extras(private), common)
+    for one in optimizers:
+        install_gate(engine, one)
+    mark_backward(engine, models[0])
+    engine.groups.record_to(None)
+    engine.protect(state)
+
+
+def steps(data: Source, total: int, micro: int = 1) -> Iterator[Step]:
+    """The steps up to `total`, from wherever the state is: `step.batch` (or `step.batches` with `micro` > 1).
+
+    data: an iterable that can be iterated again (a DataLoader), or a callable (rank, world_size) -> such an
+    iterable, which is called once the rank is known; what seeds a rank's generators belongs into it.
+    """
+    engine = _protected()
+    if total < 0:
+        raise UsageError(f"total cannot be {total}")
+    private = engine.state.private  # type: ignore[union-attr]
+    feed = Feed(data, micro, private.random_state, private.restore_random)
+    engine.feed = feed
+    kept: Step | None = None
+    while True:
+        if engine.must_rehearse:
+            engine.begin_rehearsal()
+            feed.open(engine.rank, engine.world_size)
+            offered = Step(engine, 0, feed.take(), feed.epoch)
+        else:
+            engine.catch_up()
+            index = engine.version or 0
+            if index >= total:
+                return
+            if kept is None or kept.index != index:
+                feed.open(engine.rank, engine.world_size)
+                kept = Step(engine, index, feed.take(), feed.epoch)
+            else:
+                kept = Step(engine, index, kept.batches, kept.epoch)  # the redo of a step has the same batch
+            offered = kept
+        yield offered
+        if not offered.entered:
+            raise UsageError(f"step {offered.index} was never entered: put its body into `with step:`")
+
+
+def step() -> OwnStep:
+    """One step of a loop of one's own (`with flashrec.step() as step:`), or a decorator for a function that is
+    the whole step. After a failure the step is not committed, and `current_step()` stays where it was."""
+    return OwnStep(_protected)
+
+
+def section() -> Section:
+    """Collectives outside a step: `with flashrec.section() as section: ...; if section.valid: ...`."""
+    return Section(_protected())
+
+
+def current_step() -> int:
+    """The step that comes next (inside a step: its own index). A replacement asks after it has recovered."""
+    engine = _protected()
+    return engine.version or 0 if engine.phase in IN_BODY else engine.expected_step()
+
+
+def rank() -> int:
+    """This process's rank. UsageError in a standby that holds none yet."""
+    return _engine().rank
+
+
+def world_size() -> int:
+    """The number of ranks."""
+    return _engine().world_size
+
+
+def report_loss(loss: float) -> None:
+    """Show a number with this rank in `flashrec status` and the demo; costs nothing else."""
+    engine = _session.engine
+    if engine is not None:
+        engine.report_loss(loss)
