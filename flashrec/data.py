@@ -31,9 +31,13 @@ class Feed:
         if micro < 1:
             raise UsageError(f"a step needs at least one micro-batch, not {micro}")
         if isinstance(source, Iterator):
-            raise UsageError("an iterator cannot be replayed by a replacement: pass the iterable it came from")
+            raise UsageError(
+                "an iterator cannot be replayed by a replacement: pass the iterable it came from"
+            )
         if not callable(source) and not isinstance(source, Iterable):
-            raise UsageError(f"data must be an iterable or a callable (rank, world_size), not {type(source).__name__}")
+            raise UsageError(
+                f"data must be an iterable or a callable (rank, world_size), not {type(source).__name__}"
+            )
         self._source = source
         self._micro = micro
         self._random_state = random_state
@@ -49,7 +53,9 @@ class Feed:
         if self._loader is None:
             made = self._source if isinstance(self._source, Iterable) else self._source(rank, world_size)
             if isinstance(made, Iterator) or not isinstance(made, Iterable):
-                raise UsageError(f"data must give an iterable that can be iterated again, not {type(made).__name__}")
+                raise UsageError(
+                    f"data must give an iterable that can be iterated again, not {type(made).__name__}"
+                )
             self._loader = made
 
     def close(self) -> None:

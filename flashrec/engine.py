@@ -18,7 +18,6 @@ from flashrec.data import Feed
 from flashrec.errors import GroupsAborted, RecoveryFailed, StepAbandoned, UsageError
 from flashrec.groups import GateBroken, GroupSet
 from flashrec.link import DaemonLost, Incoming, Link
-from flashrec.parts import Parts
 from flashrec.protected import ProtectedState
 from flashrec.protocol import messages as msg
 from flashrec.protocol import tag as tags
@@ -27,7 +26,7 @@ from flashrec.state.arena import Arena
 from flashrec.state.pull import PullCancelled, Puller
 
 Phase = ph.Phase
-IN_BODY = (Phase.COMPUTING, Phase.GATED, Phase.HELD, Phase.APPLYING, Phase.TAIL, Phase.UNWINDING)
+IN_BODY = ph.IN_BODY
 
 
 class Engine:
@@ -49,7 +48,6 @@ class Engine:
         self._arena: Arena | None = None
         self._tag: tags.TagWriter | None = None
         self._store: RendezvousStore | None = None
-        self._parts = Parts()
         self._sources: tuple[int, ...] = ()
         self._rehearsed_ns = 0
         self._pulled_ns = 0
@@ -59,7 +57,6 @@ class Engine:
         self._main_thread = threading.get_ident()
         link.on_abort = self._abort_now
         link.on_value = self._on_value
-        link.on_part = self._parts.add
         link.on_inspect = self._on_inspect
         groups.on_latch = self._on_latch
 
@@ -257,7 +254,9 @@ class Engine:
             return
         self._start_sealed = True
         payload = self.state.seal_private(self.feed, provisional=False)
-        self._arena.seal(self._machine.state.version or 0, self._machine.state.generation, payload, again=True)
+        self._arena.seal(
+            self._machine.state.version or 0, self._machine.state.generation, payload, again=True
+        )
         if disturbed:
             self.warn_once(
                 "disturbed",
@@ -299,7 +298,9 @@ class Engine:
             case msg.Refused():
                 raise UsageError(message.reason)
             case DaemonLost():
-                print("flashrec: the daemon is gone; training goes on unprotected", file=sys.stderr, flush=True)
+                print(
+                    "flashrec: the daemon is gone; training goes on unprotected", file=sys.stderr, flush=True
+                )
                 return True
             case _:
                 pass
@@ -316,7 +317,6 @@ class Engine:
 
     def _abort_now(self, generation: int, reason: str) -> None:
         """End every wait of `generation`, or of the forming of it."""
-        self._parts.abort(generation)
         self.groups.abort(reason, generation)
 
     def _on_value(self, value: msg.Value) -> None:
@@ -355,7 +355,9 @@ class Engine:
         machine = self._machine.state
         match action:
             case ph.Seal():
-                provisional = machine.phase is Phase.IDLE  # by protect(): the script may still seed its generators
+                provisional = (
+                    machine.phase is Phase.IDLE
+                )  # by protect(): the script may still seed its generators
                 payload = self.state.seal_private(self.feed, provisional=provisional)
                 self._arena.seal(action.version, machine.generation, payload)
             case ph.Vote():
@@ -374,7 +376,9 @@ class Engine:
             case ph.Install():
                 return self._unless_aborted(lambda: self._install(action.plan), ph.Installed())
             case ph.Form():
-                return self._unless_aborted(lambda: self._reform(action.generation), ph.Formed(action.generation))
+                return self._unless_aborted(
+                    lambda: self._reform(action.generation), ph.Formed(action.generation)
+                )
             case ph.Commit():
                 self._commit(action.version)
             case ph.Linger():
@@ -388,7 +392,9 @@ class Engine:
             effect()
         except (GroupsAborted, PullCancelled) as error:
             assert self._machine is not None
-            if not self._parts.aborted(self._machine.state.generation):  # a peer out of reach, though nobody died
+            if not self.link.parts.aborted(
+                self._machine.state.generation
+            ):  # a peer out of reach, though nobody died
                 self.note("forming failed", str(error))
                 self.link.post(ph.Latch(self._machine.state.generation))
             while self.phase is Phase.REFORMING:  # what ended it is queued; the machine must hear it
@@ -424,14 +430,16 @@ class Engine:
         assert self.state is not None
         part, num_parts = self._sources.index(self.rank), len(self._sources)
         manifest = self.state.export(self.shm_dir, plan.generation, plan.version, self.rank, part, num_parts)
-        self.link.send(msg.Exported(self.link.proc, plan.generation, self.rank, manifest, time.monotonic_ns()))
+        self.link.send(
+            msg.Exported(self.link.proc, plan.generation, self.rank, manifest, time.monotonic_ns())
+        )
 
     def _install(self, plan: ph.Plan) -> None:
         assert self.state is not None and self._arena is not None
         self.state.install_private(self._arena.read(plan.version), self.feed, self.rank, self.world_size)
-        parts = self._parts.wait(plan.generation, self._sources)
+        parts = self.link.parts.wait(plan.generation, self._sources)
         remote = self.link.welcome.shard_address if self.link.welcome.pull == "zmq" else None
-        puller = Puller(lambda: self._parts.aborted(plan.generation))
+        puller = Puller(lambda: self.link.parts.aborted(plan.generation))
         report = self.state.install_tensors(parts, plan, puller, remote)
         for refused in report.refused:
             self.note("source refused", refused)
@@ -455,7 +463,9 @@ class Engine:
             return
         state, tag = self._machine.state, self._tag
         if state.phase is Phase.COMPUTING and tag.phase != Phase.COMPUTING:
-            tag.progress, tag.body = 0, tags.FORWARD
+            tag.progress = 0
+        if tag.body != tags.SECTION and state.phase is not tag.phase:
+            tag.body = tags.FORWARD
         tag.progress += 1
         tag.phase, tag.generation, tag.attempt = state.phase, state.generation, self.attempt
         tag.step = -1 if state.version is None else state.version

@@ -1,17 +1,17 @@
 """Everything flashrec raises on purpose; the class says whose fault it is.
 
-    FlashrecError
-    |-- UsageError (also a ValueError)   the caller's: a wrong argument, a call out of order
-    |   |-- LayoutMismatch               ranks, or a rank and a sealed state, disagree about the layout
-    |   `-- VersionMismatch              library and daemon are of different releases
-    |-- EnvironmentFault                 the machine's: no memory, no permission, a port in use
-    |   `-- DaemonUnavailable            no daemon answers where one was expected
-    |-- ProtocolError                    a peer's: a message that is malformed, too large or unknown
-    |-- IntegrityError                   bytes that do not match their checksum
-    `-- RecoveryFailed                   a failure that cannot be recovered from; says why
+FlashrecError
+|-- UsageError (also a ValueError)   the caller's: a wrong argument, a call out of order
+|   |-- LayoutMismatch               ranks, or a rank and a sealed state, disagree about the layout
+|   `-- VersionMismatch              library and daemon are of different releases
+|-- EnvironmentFault                 the machine's: no memory, no permission, a port in use
+|   `-- DaemonUnavailable            no daemon answers where one was expected
+|-- ProtocolError                    a peer's: a message that is malformed, too large or unknown
+|-- IntegrityError                   bytes that do not match their checksum
+`-- RecoveryFailed                   a failure that cannot be recovered from; says why
 
-    StepAbandoned (a BaseException)      not an error: unwinds the body of a step that will be redone
-    GroupsAborted (a BaseException)      not an error: ends a wait in a forming that was given up
+StepAbandoned (a BaseException)      not an error: unwinds the body of a step that will be redone
+GroupsAborted (a BaseException)      not an error: ends a wait in a forming that was given up
 """
 
 

@@ -16,6 +16,7 @@ import zmq
 
 from flashrec import phases as ph
 from flashrec.errors import DaemonUnavailable, ProtocolError, VersionMismatch
+from flashrec.parts import Parts
 from flashrec.protocol import messages as msg
 from flashrec.protocol.codec import MAX_MESSAGE_BYTES, decode, encode
 
@@ -37,7 +38,7 @@ class Link:
         self.daemon_lost = False
         self.on_abort: Callable[[int, str], None] | None = None
         self.on_value: Callable[[msg.Value], None] | None = None
-        self.on_part: Callable[[msg.PartReady], None] | None = None
+        self.parts = Parts()  # here, for they may arrive before the script has got to init()
         self.on_inspect: Callable[[], None] | None = None
         self._outbox: deque[bytes] = deque()
         self._inbox: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
@@ -58,7 +59,11 @@ class Link:
             raise DaemonUnavailable(f"no daemon answered {self.proc} within {GREETING_S:.0f} s")
         answer = decode(self._socket.recv(), msg.TO_PROCESS)
         if isinstance(answer, msg.Refused):
-            raise VersionMismatch(answer.reason) if answer.kind == "version" else DaemonUnavailable(answer.reason)
+            raise (
+                VersionMismatch(answer.reason)
+                if answer.kind == "version"
+                else DaemonUnavailable(answer.reason)
+            )
         if not isinstance(answer, msg.Welcome):
             raise ProtocolError(f"expected a Welcome, not {type(answer).__name__}")
         return answer
@@ -141,13 +146,14 @@ class Link:
                     self.on_value(message)
                 continue
             if isinstance(message, msg.PartReady):
-                if self.on_part is not None:
-                    self.on_part(message)
+                self.parts.add(message)
                 continue
             if isinstance(message, msg.Inspect):
                 if self.on_inspect is not None:
                     self.on_inspect()
                 continue
             self._inbox.put(message)  # before the cut: whoever wakes up by it must find the reason here
-            if isinstance(message, msg.Abort) and self.on_abort is not None:
-                self.on_abort(message.generation, message.reason)
+            if isinstance(message, msg.Abort):
+                self.parts.abort(message.generation)
+                if self.on_abort is not None:
+                    self.on_abort(message.generation, message.reason)

@@ -1,9 +1,9 @@
 """A step, as the training loop sees it: entered, left, and done again where a failure struck.
 
-    with step:                      enters the body
-        ...
-        optimizer.step()            the gate: all ranks agree, then the optimizer runs; or the body is unwound
-    if step.committed: ...          False: the step will be offered again, with the same batch
+with step:                      enters the body
+    ...
+    optimizer.step()            the gate: all ranks agree, then the optimizer runs; or the body is unwound
+if step.committed: ...          False: the step will be offered again, with the same batch
 """
 
 import functools

@@ -43,7 +43,9 @@ class Parts:
                 return self._generation == generation and all(rank in self._manifests for rank in ranks)
 
             if not self._changed.wait_for(lambda: self._aborted >= generation or complete(), DEADLINE_S):
-                raise RecoveryFailed(f"generation {generation}: no answer from {list(ranks)} in {DEADLINE_S:.0f} s")
+                raise RecoveryFailed(
+                    f"generation {generation}: no answer from {list(ranks)} in {DEADLINE_S:.0f} s"
+                )
             if self._aborted >= generation:
                 raise GroupsAborted(f"generation {generation} was given up")
             return [self._manifests[rank] for rank in ranks]

@@ -46,6 +46,9 @@ class Phase(IntEnum):
     GONE = 12
 
 
+IN_BODY = (Phase.COMPUTING, Phase.GATED, Phase.HELD, Phase.APPLYING, Phase.TAIL, Phase.UNWINDING)
+
+
 # --- what happens to a rank -----------------------------------------------------------------------
 
 
@@ -112,7 +115,19 @@ class Released(NamedTuple):
 
 
 Event = (
-    Protected | Enter | GateReached | Verdict | Applied | Exit | Latch | Plan | Rehearsed | Installed | Formed | Leave | Released
+    Protected
+    | Enter
+    | GateReached
+    | Verdict
+    | Applied
+    | Exit
+    | Latch
+    | Plan
+    | Rehearsed
+    | Installed
+    | Formed
+    | Leave
+    | Released
 )
 
 # --- what the rank must do about it -----------------------------------------------------------------
@@ -191,7 +206,19 @@ class Linger(NamedTuple):
 
 
 Action = (
-    NoteRedo | Seal | Vote | Apply | Abandon | Report | DiscardAbove | PutBack | Serve | Install | Form | Commit | Linger
+    NoteRedo
+    | Seal
+    | Vote
+    | Apply
+    | Abandon
+    | Report
+    | DiscardAbove
+    | PutBack
+    | Serve
+    | Install
+    | Form
+    | Commit
+    | Linger
 )
 
 
@@ -414,6 +441,8 @@ class RankMachine:
         try:
             self.state, actions = transition(self.state, event)
         except IllegalTransition as error:
-            raise IllegalTransition(f"{error}; before that: {'; '.join(self._history) or 'nothing'}") from None
+            raise IllegalTransition(
+                f"{error}; before that: {'; '.join(self._history) or 'nothing'}"
+            ) from None
         self._history = [*self._history[-19:], f"{event} -> {self.state.phase.name}"]
         return actions

@@ -84,7 +84,9 @@ class ProtectedState:
 
     # --- tensor and common state --------------------------------------------------------------------------
 
-    def export(self, shm_dir: Path, generation: int, version: int, rank: int, part: int, num_parts: int) -> bytes:
+    def export(
+        self, shm_dir: Path, generation: int, version: int, rank: int, part: int, num_parts: int
+    ) -> bytes:
         """Put part `part` of `num_parts` of the tensor state into shared memory; returns what a puller needs."""
         layout = self.captured.layout()
         manifest = export(
@@ -161,8 +163,9 @@ def named_extras(private: Any) -> dict[str, Any]:
 
 def as_list(given: Any, kind: type, name: str) -> list[Any]:
     """protect(model=...) and (optimizer=...): one, or several."""
-    several = [given] if isinstance(given, kind) else list(given.values() if isinstance(given, Mapping) else given)
+    several = (
+        [given] if isinstance(given, kind) else list(given.values() if isinstance(given, Mapping) else given)
+    )
     if not several or not all(isinstance(one, kind) for one in several):
         raise UsageError(f"protect({name}=...) takes a {kind.__name__}, or several")
     return several
-

@@ -74,4 +74,6 @@ class RendezvousStore(dist.Store):
             if self._aborted:
                 raise GroupsAborted(f"the forming of generation {self.generation} was given up")
             if not arrived:
-                raise TimeoutError(f"generation {self.generation}: {keys} did not arrive in {DEADLINE_S:.0f} s")
+                raise TimeoutError(
+                    f"generation {self.generation}: {keys} did not arrive in {DEADLINE_S:.0f} s"
+                )

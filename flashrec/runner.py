@@ -125,7 +125,6 @@ def _close(link: Link) -> None:
         engine.close()
 
 
-
 def _text(program: Mapping[str, object], key: str) -> str:
     value = program.get(key)
     if not isinstance(value, str):

@@ -1,10 +1,10 @@
 """What a training script calls: init, protect, steps, step, section.
 
-    flashrec.init()                        in place of torch.distributed.init_process_group
-    flashrec.protect(model=..., optimizer=..., scheduler=...)
-    for step in flashrec.steps(loader, total=10_000):
-        with step:
-            ...
+flashrec.init()                        in place of torch.distributed.init_process_group
+flashrec.protect(model=..., optimizer=..., scheduler=...)
+for step in flashrec.steps(loader, total=10_000):
+    with step:
+        ...
 """
 
 from collections.abc import Iterator

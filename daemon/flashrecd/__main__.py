@@ -1,7 +1,7 @@
 """`flashrecd`: the daemon of one node.
 
-    flashrecd                            in the default run directory
-    flashrecd --dir /run/flashrec --metrics 127.0.0.1:9475
+flashrecd                            in the default run directory
+flashrecd --dir /run/flashrec --metrics 127.0.0.1:9475
 """
 
 import asyncio
@@ -24,10 +24,17 @@ PR_SET_PDEATHSIG = 1
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="flashrecd")
 @click.option(
-    "--dir", "directory", type=click.Path(path_type=Path), default=None, help="Run directory (socket, event log)."
+    "--dir",
+    "directory",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Run directory (socket, event log).",
 )
 @click.option(
-    "--metrics", metavar="HOST:PORT", default=None, help="Serve /metrics there, for Prometheus. Off by default."
+    "--metrics",
+    metavar="HOST:PORT",
+    default=None,
+    help="Serve /metrics there, for Prometheus. Off by default.",
 )
 @click.option("--owner-pid", type=int, default=None, hidden=True, help="End when this parent process does.")
 def main(directory: Path | None, metrics: str | None, owner_pid: int | None) -> None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flashrec.errors import FlashrecError
-from flashrec.phases import Phase
 from flashrec.protocol import messages as msg
 from flashrec.protocol.spawn import ProcSpec
 from flashrec.protocol.tag import Tag, TagReader, tag_path
@@ -29,8 +28,9 @@ from flashrecd.supervise import Launch, LogLayout, Supervisor, Tail
 
 ENTRY = "flashrec.runner:main"
 COULD_NOT_START = 71  # EX_OSERR
-IN_STEP = (Phase.COMPUTING, Phase.GATED, Phase.HELD, Phase.APPLYING, Phase.TAIL, Phase.UNWINDING)
 SUMMARY_CHARACTERS = 300
+OUTPUT_PAUSE_S = 0.02
+MAX_LINES_AHEAD = 20_000
 
 
 @dataclass
@@ -82,6 +82,8 @@ class JobRun:
         self.logs = LogLayout(log_dir, name)
         self.processes: dict[str, Process] = {}
         self.num_output_lines = 0
+        self.num_output_seen = 0  # of those, what the command line says it has shown
+        self.has_listener = True
         self._supervisor = supervisor
         self._log = log
         self._address = address
@@ -99,13 +101,17 @@ class JobRun:
         if submit.world_size > 1:
             env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, and for the same reason
         self._launch = Launch(
-            name=name, python=submit.python, env=env, cwd=submit.cwd, log_path=self.logs.log_dir / name / "forkserver.log"
+            name=name,
+            python=submit.python,
+            env=env,
+            cwd=submit.cwd,
+            log_path=self.logs.log_dir / name / "forkserver.log",
         )
 
     # --- in ---------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        self._task(self._tail.run())
+        self._task(self._follow_output())
         self.feed(ev.Begin())
 
     def feed(self, event: ev.Event) -> None:
@@ -124,10 +130,11 @@ class JobRun:
             return
         process.gone = True
         rank = self.core.rank_of(proc)
+        tag = self.tag(rank) if rank is not None else None
         if rank is not None and self.core.state.status in (Status.RUNNING, Status.PARKING, Status.FORMING):
             kind = signal.Signals(number).name if number is not None else f"exit {code}"
-            self.recoveries.fault(now, rank, kind)
-        self.feed(ev.Exited(proc, code, number, self._sealed(rank)))
+            self.recoveries.fault(now, rank, kind, tag)
+        self.feed(ev.Exited(proc, code, number, self._sealed(rank), tag.step if tag is not None else None))
         self._task(self._forget(proc))
 
     def _sealed(self, rank: int | None) -> tuple[int, ...]:
@@ -138,7 +145,21 @@ class JobRun:
         except FlashrecError:
             return ()
 
+    async def _follow_output(self) -> None:
+        """The files hold what the command line has not shown yet, so nothing piles up in memory."""
+        pause_s = OUTPUT_PAUSE_S
+        while True:
+            busy = not self.output_blocked and self._tail.poll()
+            pause_s = OUTPUT_PAUSE_S if busy else min(pause_s * 1.5, 10 * OUTPUT_PAUSE_S)
+            await asyncio.sleep(pause_s)
+
+    @property
+    def output_blocked(self) -> bool:
+        return self.has_listener and self.num_output_lines - self.num_output_seen > MAX_LINES_AHEAD
+
     async def _forget(self, proc: str) -> None:
+        while self.output_blocked:
+            await asyncio.sleep(OUTPUT_PAUSE_S)
         await self._tail.finish(proc)
         self.processes.pop(proc, None)
         self._maybe_end()
@@ -157,7 +178,7 @@ class JobRun:
                 self.feed(ev.Protected(message.proc, message.layout_digest))
             case msg.Parked():
                 if self.recoveries.open is None and self.core.state.status is Status.RUNNING:
-                    self.recoveries.fault(now, self.core.rank_of(message.proc), "link")
+                    self.recoveries.suspicion(now)
                 self.recoveries.mark("parked", message.at_ns)
                 self.feed(ev.Parked(message.proc, message.generation, message.version, message.can_advance))
             case msg.Exported():
@@ -214,8 +235,7 @@ class JobRun:
                 continue
             tag = self.tag(rank)
             if tag is not None:
-                entered = tag.step if tag.phase in IN_STEP else None
-                self.feed(ev.TagSeen(member.proc, entered, max(tag.step, 0) << 32 | tag.progress))
+                self.feed(ev.TagSeen(member.proc, tag.entered, max(tag.step, 0) << 32 | tag.progress))
         self.feed(ev.Tick())
 
     def tag(self, rank: int) -> Tag | None:
@@ -254,7 +274,11 @@ class JobRun:
         done = self.recoveries.committed(message.generation, rank, message.at_ns)
         if done is not None:
             took = (done.marks["redone"] - done.began_ns) / 1e6
-            self.log("recovered", f"the next step was committed on all ranks after {took:.0f} ms", step=done.version)
+            self.log(
+                "recovered",
+                f"the next step was committed on all ranks after {took:.0f} ms",
+                step=done.version,
+            )
 
     def _failed(self, message: msg.Failed) -> None:
         rank = self.core.rank_of(message.proc)
@@ -373,7 +397,7 @@ class JobRun:
         process = self.processes.get(proc)
         if rank is None and process is not None:
             rank = process.rank
-        self.num_output_lines += 1
+        self.num_output_lines += 1 if self.has_listener else 0
         self._tell(msg.Output(-1 if rank is None else rank, stream, line))
 
     # --- the end ----------------------------------------------------------------------------------------
@@ -401,4 +425,3 @@ class JobRun:
             if task is not asyncio.current_task():
                 task.cancel()
         self._ended(code, reason)
-

@@ -21,7 +21,9 @@ class JobCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         yield CounterMetricFamily(
-            "flashrec_refused_messages", "Messages refused: malformed, unknown, or of a stranger", self._refused()
+            "flashrec_refused_messages",
+            "Messages refused: malformed, unknown, or of a stranger",
+            self._refused(),
         )
         job = self._job()
         if job is None:
@@ -29,12 +31,21 @@ class JobCollector(Collector):
         state, label = job.core.state, [job.name]
         yield _gauge("flashrec_generation", "Newest generation", label, state.generation)
         yield _gauge("flashrec_world_size_ranks", "Ranks of the job", label, job.core.config.world_size)
-        yield _gauge("flashrec_standbys_processes", "Standbys that are ready", label, sum(1 for s in state.standbys if s[1]))
+        yield _gauge(
+            "flashrec_standbys_processes",
+            "Standbys that are ready",
+            label,
+            sum(1 for s in state.standbys if s[1]),
+        )
         restarts = CounterMetricFamily("flashrec_restarts", "Recoveries begun", labels=["job"])
         restarts.add_metric(label, state.restarts)
         yield restarts
-        step = GaugeMetricFamily("flashrec_committed_steps", "Newest committed version of a rank", labels=["job", "rank"])
-        age = GaugeMetricFamily("flashrec_last_commit_seconds", "Monotonic time of a rank's last commit", labels=["job", "rank"])
+        step = GaugeMetricFamily(
+            "flashrec_committed_steps", "Newest committed version of a rank", labels=["job", "rank"]
+        )
+        age = GaugeMetricFamily(
+            "flashrec_last_commit_seconds", "Monotonic time of a rank's last commit", labels=["job", "rank"]
+        )
         for rank in range(len(state.members)):
             tag = job.tag(rank)
             if tag is not None:
@@ -43,10 +54,14 @@ class JobCollector(Collector):
         yield step
         yield age
         times = [
-            (r.marks["redone"] - r.began_ns) / 1e9 for r in list(job.recoveries.records) if r.complete and "redone" in r.marks
+            (r.marks["redone"] - r.began_ns) / 1e9
+            for r in list(job.recoveries.records)
+            if r.complete and "redone" in r.marks
         ]
         counts = [(str(bound), sum(t <= bound for t in times)) for bound in BUCKETS_S]
-        recovery = HistogramMetricFamily("flashrec_recovery_seconds", "First sign of a failure to the next commit", labels=["job"])
+        recovery = HistogramMetricFamily(
+            "flashrec_recovery_seconds", "First sign of a failure to the next commit", labels=["job"]
+        )
         recovery.add_metric(label, buckets=[*counts, ("+Inf", len(times))], sum_value=sum(times))
         yield recovery
 

@@ -7,6 +7,8 @@ from collections import deque
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from flashrec.protocol.tag import Tag
+
 KEPT = 1000
 
 
@@ -40,13 +42,21 @@ class Recoveries:
     def open(self) -> Recovery | None:
         return self.records[-1] if self.records and not self.records[-1].complete else None
 
-    def fault(self, at_ns: int, rank: int | None, kind: str) -> None:
-        current = self.open
-        if current is None:
-            current = Recovery(at_ns, marks={"detected": at_ns})
-            self.records.append(current)
-        current.committed.clear()
-        current.faults.append({"rank": rank, "kind": kind, "at_ns": at_ns})
+    def suspicion(self, at_ns: int) -> None:
+        """Something went wrong, though nobody is known to have died."""
+        if self.open is None:
+            self.records.append(Recovery(at_ns, marks={"detected": at_ns}))
+        assert self.open is not None
+        self.open.committed.clear()
+
+    def fault(self, at_ns: int, rank: int | None, kind: str, tag: Tag | None) -> None:
+        """A rank's process ended; its tag tells where it was."""
+        self.suspicion(at_ns)
+        where = (
+            {"place": tag.place, "step": tag.step, "changed_ns": tag.changed_ns} if tag is not None else {}
+        )
+        assert self.open is not None
+        self.open.faults.append({"rank": rank, "kind": kind, "at_ns": at_ns, **where})
 
     def mark(self, mark: str, at_ns: int) -> None:
         if self.open is not None:

@@ -1,10 +1,10 @@
 """The daemon's run directory: one daemon in it at a time, and nobody else's eyes on it.
 
-    control.sock    ZeroMQ ROUTER for ranks and command lines
-    daemon.lock     held (flock) while a daemon lives; a dead one's lock is free, so nothing stale can block
-    daemon.json     pid and release of the daemon that holds the lock
-    events.jsonl    the event log
-    jobs/           what the jobs' processes print, unless they were given a directory of their own
+control.sock    ZeroMQ ROUTER for ranks and command lines
+daemon.lock     held (flock) while a daemon lives; a dead one's lock is free, so nothing stale can block
+daemon.json     pid and release of the daemon that holds the lock
+events.jsonl    the event log
+jobs/           what the jobs' processes print, unless they were given a directory of their own
 """
 
 import contextlib
@@ -37,7 +37,9 @@ class RunDirectory:
         if found.st_mode & 0o077:
             raise EnvironmentFault(f"the run directory {path} is open to others; `chmod 700` it")
         try:
-            self._lock = os.open(path / "daemon.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            self._lock = os.open(
+                path / "daemon.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+            )
         except OSError as error:
             raise EnvironmentFault(f"cannot write in the run directory {path}: {error.strerror}") from None
         try:

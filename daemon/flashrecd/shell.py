@@ -139,7 +139,7 @@ class Daemon:
                 continue
             self.job.tick()
             if self._client is not None and time.monotonic() - self._client_seen > CLIENT_GONE_S:
-                self._client = None
+                self._client, self.job.has_listener = None, False
                 self.job.feed(ev.Stop("the command line that submitted the job is gone", hard=True))
 
     def _exited(self, proc: str, code: int | None, number: int | None) -> None:
@@ -169,8 +169,9 @@ class Daemon:
             case msg.Submit():
                 self._submit(identity, message)
             case msg.Present():
-                if identity == self._client:
+                if identity == self._client and self.job is not None:
                     self._client_seen = time.monotonic()
+                    self.job.num_output_seen = message.num_lines
             case msg.StopJob():
                 if self.job is None or self.job.name != message.job:
                     self._reply(identity, msg.Refused("job", f"no job {message.job} runs here"))
@@ -194,7 +195,9 @@ class Daemon:
         if isinstance(message, msg.Hello):
             if message.release != __version__:
                 self._refuse(
-                    identity, "version", f"the daemon is flashrec {__version__}, this process {message.release}"
+                    identity,
+                    "version",
+                    f"the daemon is flashrec {__version__}, this process {message.release}",
                 )
             elif self.job is None:
                 self._refuse(identity, "stranger", f"no job runs here that {message.proc} could belong to")

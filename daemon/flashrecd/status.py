@@ -8,14 +8,18 @@ from flashrec import __version__
 from flashrec.phases import Phase
 from flashrecd.jobrun import JobRun
 
-SECTION = 2
 
-
-def document(job: JobRun | None, last: dict[str, Any] | None, started_at: float, pid: int, refused: int) -> str:
+def document(
+    job: JobRun | None, last: dict[str, Any] | None, started_at: float, pid: int, refused: int
+) -> str:
     return json.dumps(
         {
             "release": __version__,
-            "daemon": {"pid": pid, "uptime_s": round(time.monotonic() - started_at, 3), "refused_messages": refused},
+            "daemon": {
+                "pid": pid,
+                "uptime_s": round(time.monotonic() - started_at, 3),
+                "refused_messages": refused,
+            },
             "job": None if job is None else describe(job),
             "last_job": last,
         }
@@ -34,7 +38,8 @@ def describe(job: JobRun) -> dict[str, Any]:
                 "process": member.proc,
                 "pid": pids.get(member.proc),
                 "status": str(member.status),
-                "phase": "section" if tag and tag.body == SECTION else Phase(tag.phase).name.lower() if tag else None,
+                "phase": Phase(tag.phase).name.lower() if tag else None,
+                "place": tag.place if tag else None,
                 "step": tag.step if tag else None,
                 "attempt": tag.attempt if tag else None,
                 "generation": tag.generation if tag else None,

@@ -13,8 +13,12 @@ SIGNALS = ("KILL", "STOP", "TERM")
 
 @click.command()
 @click.option("--rank", type=int, required=True, help="Which rank's process.")
-@click.option("--signal", "name", type=click.Choice(SIGNALS), default="KILL", show_default=True, help="What it gets.")
-@click.option("--dir", "directory", type=click.Path(path_type=Path), default=None, help="Run directory of the daemon.")
+@click.option(
+    "--signal", "name", type=click.Choice(SIGNALS), default="KILL", show_default=True, help="What it gets."
+)
+@click.option(
+    "--dir", "directory", type=click.Path(path_type=Path), default=None, help="Run directory of the daemon."
+)
 def kill(rank: int, name: str, directory: Path | None) -> None:
     """Send a signal to the process that holds a rank."""
     with connect(directory) as client:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -19,6 +20,7 @@ from flashrec.protocol import messages as msg
 from flashrec.protocol.places import default_run_dir
 
 PRESENT_S = 1.0
+TELL_LINES = 1000
 # Variables that describe the submitting terminal rather than the job.
 NOT_PASSED_ON = ("FLASHREC_DIR",)
 STREAMS = {"0": (), "1": ("stdout",), "2": ("stderr",), "3": ("stdout", "stderr")}
@@ -26,29 +28,61 @@ STREAMS = {"0": (), "1": ("stdout",), "2": ("stderr",), "3": ("stdout", "stderr"
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("--nproc-per-node", "--nproc_per_node", type=int, default=1, show_default=True, help="Ranks.")
-@click.option("--standby", type=int, default=1, show_default=True, help="Warm processes kept ready to take a rank.")
+@click.option(
+    "--standby", type=int, default=1, show_default=True, help="Warm processes kept ready to take a rank."
+)
 @click.option("-m", "--module", is_flag=True, help="The target is a module, as with python -m.")
 @click.option(
-    "--max-restarts", "--max_restarts", type=int, default=None, help="Recoveries before the job fails. [default: no bound]"
+    "--max-restarts",
+    "--max_restarts",
+    type=int,
+    default=None,
+    help="Recoveries before the job fails. [default: no bound]",
 )
-@click.option("--log-dir", "--log_dir", type=click.Path(path_type=Path), default=None, help="Keep the ranks' output there.")
 @click.option(
-    "-t", "--tee", default="3", show_default=True, help="Streams shown here: 0 none, 1 stdout, 2 stderr, 3 both; or RANK:N,..."
+    "--log-dir",
+    "--log_dir",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Keep the ranks' output there.",
 )
 @click.option(
-    "--start-method", type=click.Choice(["fork", "fresh"]), default="fork", show_default=True,
+    "-t",
+    "--tee",
+    default="3",
+    show_default=True,
+    help="Streams shown here: 0 none, 1 stdout, 2 stderr, 3 both; or RANK:N,...",
+)
+@click.option(
+    "--start-method",
+    type=click.Choice(["fork", "fresh"]),
+    default="fork",
+    show_default=True,
     help="How ranks start: forked from a process that has torch imported, or as fresh interpreters.",
 )
 @click.option(
-    "--pull", type=click.Choice(["shm", "zmq"]), default="shm", show_default=True,
+    "--pull",
+    type=click.Choice(["shm", "zmq"]),
+    default="shm",
+    show_default=True,
     help="How a replacement gets state on this node: shared memory, or through the shard server.",
 )
 @click.option(
-    "--suspect-after", type=float, default=3.0, show_default=True, metavar="SECONDS",
+    "--suspect-after",
+    type=float,
+    default=3.0,
+    show_default=True,
+    metavar="SECONDS",
     help="Silence after which a rank is killed and replaced.",
 )
 @click.option("--events", is_flag=True, help="Show the event log's lines, too (on stderr).")
-@click.option("--dir", "directory", type=click.Path(path_type=Path), default=None, help="Run directory of the daemon to use.")
+@click.option(
+    "--dir",
+    "directory",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Run directory of the daemon to use.",
+)
 @click.argument("target")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(
@@ -128,7 +162,12 @@ class Submission:
     """A job that was submitted from here: its output, Ctrl-C, and its end."""
 
     def __init__(
-        self, client: Client, submit: msg.Submit, shown: Callable[[int, str], bool], *, show_events: bool = False
+        self,
+        client: Client,
+        submit: msg.Submit,
+        shown: Callable[[int, str], bool],
+        *,
+        show_events: bool = False,
     ) -> None:
         self._client = client
         self._shown = shown
@@ -136,6 +175,9 @@ class Submission:
         self._world_size = submit.world_size
         self._interrupts = 0
         self._passed_on = 0
+        self._num_lines = 0
+        self._num_told = 0
+        self._present_at = 0.0
         answer = client.ask(submit)
         if not isinstance(answer, msg.Submitted):
             raise ProtocolError(f"expected Submitted, not {type(answer).__name__}")
@@ -162,13 +204,17 @@ class Submission:
         if self._interrupts > self._passed_on:
             self._passed_on = self._interrupts
             self._client.send(msg.StopJob(self.job, hard=self._interrupts > 1))
-        self._client.send(msg.Present(self.job))
+        now = time.monotonic()
+        if now > self._present_at or self._num_lines >= self._num_told + TELL_LINES:
+            self._present_at, self._num_told = now + PRESENT_S, self._num_lines
+            self._client.send(msg.Present(self.job, self._num_lines))
         message = self._client.receive(timeout_s)
         match message:
             case None:
                 if not daemon_runs_in(self._client.run_dir):
                     raise DaemonUnavailable(f"the daemon of job {self.job} is gone")
             case msg.Output():
+                self._num_lines += 1
                 self._show(message)
             case msg.Happened() if self._show_events:
                 event = json.loads(message.line)

@@ -11,25 +11,25 @@ from rich.text import Text
 
 from flashrec.cli.client import ask_status, connect
 
-PHASE_STYLES = {
-    "computing": "green",
-    "gated": "cyan",
-    "applying": "cyan",
+PLACE_STYLES = {
+    "start": "dim",
+    "forward": "green",
+    "backward": "green",
+    "gate": "cyan",
+    "apply": "cyan",
     "tail": "cyan",
-    "idle": "green",
+    "between": "green",
     "section": "blue",
-    "held": "yellow",
-    "parked": "yellow",
-    "unwinding": "yellow",
-    "reforming": "yellow",
-    "building": "magenta",
-    "left": "dim",
+    "recovery": "yellow",
+    "end": "dim",
 }
 
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="The whole document.")
-@click.option("--dir", "directory", type=click.Path(path_type=Path), default=None, help="Run directory of the daemon.")
+@click.option(
+    "--dir", "directory", type=click.Path(path_type=Path), default=None, help="Run directory of the daemon."
+)
 def status(as_json: bool, directory: Path | None) -> None:
     """Show the job a daemon runs: ranks, phases, standbys, recoveries."""
     with connect(directory) as client:
@@ -47,7 +47,11 @@ def render(document: dict[str, Any]) -> RenderableType:
     job = document["job"]
     if job is None:
         last = document["last_job"]
-        text = "no job runs here" if last is None else f"no job runs here; job {last['job']}: {last['outcome']['reason']}"
+        text = (
+            "no job runs here"
+            if last is None
+            else f"no job runs here; job {last['job']}: {last['outcome']['reason']}"
+        )
         return Group(head, Text(text))
     return Group(head, render_job(job))
 
@@ -63,11 +67,18 @@ def render_job(job: dict[str, Any]) -> RenderableType:
     for column in ("rank", "pid", "phase", "step", "committed", "loss"):
         table.add_column(column, justify="left" if column == "phase" else "right")
     for rank in job["ranks"]:
-        phase = rank["phase"] or rank["status"]
+        phase = rank["place"] or rank["status"]
         if rank["status"] == "dead":
             phase = "dead"
         loss = "" if rank["loss"] is None else f"{rank['loss']:.4f}"
-        cells = [str(rank["rank"]), str(rank["pid"] or "-"), "", str(rank["step"] or 0), str(rank["committed"] or 0), loss]
-        style = PHASE_STYLES.get(phase, "red")
+        cells = [
+            str(rank["rank"]),
+            str(rank["pid"] or "-"),
+            "",
+            str(rank["step"] or 0),
+            str(rank["committed"] or 0),
+            loss,
+        ]
+        style = PLACE_STYLES.get(phase, "red")
         table.add_row(*cells[:2], Text(phase, style=style), *cells[3:])
     return Group(line, table)

@@ -263,9 +263,10 @@ class JobEnded:
 
 @dataclass(frozen=True, slots=True)
 class Present:
-    """A submitting command line is still there."""
+    """A submitting command line is still there; `num_lines` of output have reached it so far."""
 
     job: str
+    num_lines: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +321,9 @@ FROM_PROCESS = (
     | Put
     | Get
 )
-TO_PROCESS = Welcome | Refused | Prepare | Assign | Abort | ResumePlan | PartReady | Value | Inspect | Released
+TO_PROCESS = (
+    Welcome | Refused | Prepare | Assign | Abort | ResumePlan | PartReady | Value | Inspect | Released
+)
 FROM_COMMAND = Submit | Present | StopJob | AskStatus | SignalRank | ShutDown
 TO_COMMAND = Refused | Submitted | Output | Happened | JobEnded | Status | Done
 Message = FROM_PROCESS | TO_PROCESS | FROM_COMMAND | TO_COMMAND

@@ -25,12 +25,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashrec.errors import EnvironmentFault, IntegrityError
+from flashrec.phases import IN_BODY, Phase
 
 _LAYOUT = struct.Struct("<IIBBHIqQQQqd")
 SIZE_BYTES = _LAYOUT.size
 MAGIC = 0x47545246
 
 FORWARD, BACKWARD, SECTION = 0, 1, 2
+
+_PLACES = {
+    Phase.STARTING: "start",
+    Phase.IDLE: "between",
+    Phase.GATED: "gate",
+    Phase.APPLYING: "apply",
+    Phase.TAIL: "tail",
+    Phase.LEFT: "end",
+    Phase.GONE: "end",
+}
+PLACES = ("start", "forward", "backward", "gate", "apply", "tail", "between", "section", "recovery", "end")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +59,20 @@ class Tag:
     committed_ns: int
     committed: int
     loss: float
+
+    @property
+    def place(self) -> str:
+        """Where the rank is, in the words people use: one of PLACES."""
+        if self.phase == Phase.COMPUTING:
+            return "backward" if self.body == BACKWARD else "forward"
+        if self.phase == Phase.IDLE and self.body == SECTION:
+            return "section"
+        return _PLACES.get(Phase(self.phase), "recovery")
+
+    @property
+    def entered(self) -> int | None:
+        """The step whose body the rank is in; None between steps."""
+        return self.step if self.phase in IN_BODY else None
 
 
 def tag_path(shm_dir: str | Path, rank: int) -> Path:
@@ -65,7 +91,9 @@ class TagWriter:
             os.posix_fallocate(fd, 0, SIZE_BYTES)
             self._map = mmap.mmap(fd, SIZE_BYTES)
         except OSError as error:
-            raise EnvironmentFault(f"no room for {SIZE_BYTES} bytes in {path.parent}: {error.strerror}") from None
+            raise EnvironmentFault(
+                f"no room for {SIZE_BYTES} bytes in {path.parent}: {error.strerror}"
+            ) from None
         finally:
             os.close(fd)
         self._sequence = 0
@@ -110,7 +138,9 @@ class TagReader:
         if self._map is None and not self._open():
             return None
         assert self._map is not None
-        for _ in range(100):  # a writer that died in mid-write leaves the sequence odd: take the fields as they are
+        for _ in range(
+            100
+        ):  # a writer that died in mid-write leaves the sequence odd: take the fields as they are
             before = self._map[4:8]
             fields = _LAYOUT.unpack(self._map[:SIZE_BYTES])
             if before == self._map[4:8] and before[0] % 2 == 0:

@@ -49,7 +49,9 @@ class Detector:
             self._stall_reported = False
         if entered != watch.entered:
             took = now - watch.entered_at if watch.entered is not None else 0.0
-            watch = replace(watch, entered=entered, entered_at=now, longest_step_s=max(watch.longest_step_s, took))
+            watch = replace(
+                watch, entered=entered, entered_at=now, longest_step_s=max(watch.longest_step_s, took)
+            )
         self._watches[proc] = watch
 
     def forget(self, proc: str) -> None:
@@ -91,7 +93,10 @@ class Detector:
         least = min(watch.progress for watch in busy.values())
         behind = [proc for proc in still if busy[proc].progress == least]
         if len(behind) < len(seen):
-            return [(p, f"no progress for {now - busy[p].moved_at:.1f} s while others wait for it") for p in behind]
+            return [
+                (p, f"no progress for {now - busy[p].moved_at:.1f} s while others wait for it")
+                for p in behind
+            ]
         return []
 
     def stalled(self, waiting: Mapping[str, bool], now: float) -> bool:

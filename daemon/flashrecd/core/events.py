@@ -58,12 +58,14 @@ class Failed(NamedTuple):
 
 
 class Exited(NamedTuple):
-    """Proof of death: the kernel said so. `sealed`: what the dead rank's arena still holds."""
+    """Proof of death: the kernel said so. `sealed`: what the dead rank's arena still holds; `step`: where its
+    tag said it was."""
 
     proc: str
     code: int | None
     signal: int | None
     sealed: tuple[int, ...] = ()
+    step: int | None = None
 
 
 class Heartbeat(NamedTuple):

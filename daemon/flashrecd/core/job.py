@@ -248,8 +248,7 @@ class Core:
         if self.state.status is Status.CLOSING:
             self._closed(rank, event, how)
             return
-        step = self.state.members[rank].version
-        self._log("rank lost", how, rank, step)
+        self._log("rank lost", how, rank, event.step)
         if not self.state.first_failure:
             self._set(first_failure=f"rank {rank} failed first: {how}")
         if self.state.status is Status.STARTING or not self._anything_to_lose():
@@ -414,10 +413,11 @@ class Core:
 
     def _formed(self, event: ev.Formed, now: float) -> None:
         rank = self.rank_of(event.proc)
+        if rank is None or event.generation != self.state.generation:
+            return
         if (
-            rank is None
-            or event.generation != self.state.generation
-            or self.state.status is not Status.FORMING
+            self.state.status is not Status.FORMING
+            or self.state.members[rank].status is not RankStatus.FORMING
         ):
             return
         self._update(rank, status=RankStatus.LIVE, version=self.state.tries[0], buckets=event.buckets)

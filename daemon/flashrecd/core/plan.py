@@ -49,7 +49,9 @@ def reachable_versions(inventory: Inventory) -> dict[int, frozenset[int]]:
     """
     newest = max((s.version for s in inventory.survivors.values()), default=None)
     return {
-        rank: frozenset({s.version, s.version + 1} if s.can_advance and newest == s.version + 1 else {s.version})
+        rank: frozenset(
+            {s.version, s.version + 1} if s.can_advance and newest == s.version + 1 else {s.version}
+        )
         for rank, s in inventory.survivors.items()
     }
 

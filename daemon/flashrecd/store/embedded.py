@@ -36,7 +36,11 @@ class EmbeddedStore(Store):
             return None
         if current is None or current.holder != holder or current.expires_at <= now:
             self._token += 1
-        token = self._token if current is None or current.holder != holder or current.expires_at <= now else current.token
+        token = (
+            self._token
+            if current is None or current.holder != holder or current.expires_at <= now
+            else current.token
+        )
         lease = self._leases[name] = Lease(holder, token, now + ttl_s)
         return lease
 
