@@ -66,7 +66,7 @@ class Feed:
 
     def take(self) -> list[Any]:
         """The next step's micro-batches."""
-        batches = []
+        batches: list[Any] = []
         empty_epochs = 0
         while len(batches) < self._micro:
             if self._iterator is None:

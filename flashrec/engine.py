@@ -70,6 +70,10 @@ class Engine:
     def phase(self) -> Phase:
         return self._machine.state.phase if self._machine else Phase.BUILDING
 
+    def is_at(self, *phases: Phase) -> bool:
+        """Whether the machine is in one of `phases` by now (events move it between two looks)."""
+        return self.phase in phases
+
     @property
     def version(self) -> int | None:
         return self._machine.state.version if self._machine else None
@@ -168,7 +172,7 @@ class Engine:
         if self.phase is Phase.BUILDING and not self._machine.state.rehearsed:
             self._handle(ph.Rehearsed())  # a script that takes no step has nothing to rehearse
         self._settle(ph.Leave())
-        while self.phase is not Phase.GONE:
+        while not self.is_at(Phase.GONE):
             if self._take(self.link.receive()) and self.phase is Phase.LEFT:
                 return
 
@@ -192,9 +196,9 @@ class Engine:
             raise UsageError("optimizer.step() outside a step: put it into `with flashrec.step():`")
         self._drain()
         self._handle(ph.GateReached())
-        if self.phase is Phase.HELD:
-            self._await(lambda: self.phase is not Phase.HELD)
-        if self.phase is Phase.UNWINDING:
+        if self.is_at(Phase.HELD):
+            self._await(lambda: not self.is_at(Phase.HELD))
+        if self.is_at(Phase.UNWINDING):
             raise StepAbandoned("a failure elsewhere: this step is redone")
 
     def applied(self) -> None:
@@ -248,7 +252,9 @@ class Engine:
 
     def _check_quiet(self) -> None:
         """If the script changed private state after it was sealed, say what, and seal it again."""
-        assert self.state is not None and self._machine is not None and self._arena is not None
+        assert self.state is not None
+        assert self._machine is not None
+        assert self._arena is not None
         disturbed = self.state.disturbed()
         if not disturbed and (self._start_sealed or self.version != 0):
             return
@@ -351,7 +357,9 @@ class Engine:
 
     def _execute(self, action: ph.Action) -> bool:
         """False: what follows in the same list is void, because the forming was given up."""
-        assert self._machine is not None and self._arena is not None and self.state is not None
+        assert self._machine is not None
+        assert self._arena is not None
+        assert self.state is not None
         machine = self._machine.state
         match action:
             case ph.Seal():
@@ -414,7 +422,9 @@ class Engine:
         return agreed[0] == 1
 
     def _reform(self, generation: int) -> None:
-        assert self._machine is not None and self.state is not None and self._machine.state.plan is not None
+        assert self._machine is not None
+        assert self.state is not None
+        assert self._machine.state.plan is not None
         self.state.settle_buckets(self._machine.state.plan.version)
         self._form(generation)
         times = (self._pulled_ns, self._rehearsed_ns, time.monotonic_ns())
@@ -435,7 +445,8 @@ class Engine:
         )
 
     def _install(self, plan: ph.Plan) -> None:
-        assert self.state is not None and self._arena is not None
+        assert self.state is not None
+        assert self._arena is not None
         self.state.install_private(self._arena.read(plan.version), self.feed, self.rank, self.world_size)
         parts = self.link.parts.wait(plan.generation, self._sources)
         remote = self.link.welcome.shard_address if self.link.welcome.pull == "zmq" else None
@@ -447,7 +458,8 @@ class Engine:
         self._pulled_ns = time.monotonic_ns()
 
     def _commit(self, version: int) -> None:
-        assert self._tag is not None and self._machine is not None
+        assert self._tag is not None
+        assert self._machine is not None
         now = time.monotonic_ns()
         self._tag.committed, self._tag.committed_ns = version, now
         if self._report_commit:

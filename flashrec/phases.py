@@ -25,7 +25,7 @@ a promise: a parked rank never votes again in that generation, which ends the ge
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Phase(IntEnum):
@@ -395,30 +395,31 @@ def _stale(state: RankState, event: Plan | Latch) -> Outcome:
 
 
 _P = Phase
-# The one table. What is not in it raises. An Installed that arrives after the forming was aborted (the
-# main thread finished installing first) is a rule too: the bytes are whole, so the rank holds the version.
-TABLE: dict[tuple[Phase, type], Callable[[RankState, object], Outcome]] = {
-    (_P.STARTING, Protected): _protected,  # type: ignore[dict-item]
-    (_P.IDLE, Enter): _enter,  # type: ignore[dict-item]
-    (_P.IDLE, Leave): _enter,  # type: ignore[dict-item]
-    (_P.COMPUTING, GateReached): _gate,  # type: ignore[dict-item]
-    (_P.COMPUTING, Exit): _exit_computing,  # type: ignore[dict-item]
-    (_P.GATED, Verdict): _verdict,  # type: ignore[dict-item]
-    (_P.APPLYING, Applied): _applied,  # type: ignore[dict-item]
-    (_P.TAIL, Exit): _exit_tail,  # type: ignore[dict-item]
-    (_P.UNWINDING, Exit): _exit_unwound,  # type: ignore[dict-item]
-    (_P.HELD, Plan): _plan_held,  # type: ignore[dict-item]
-    (_P.PARKED, Plan): _plan_parked,  # type: ignore[dict-item]
-    (_P.BUILDING, Plan): _plan_building,  # type: ignore[dict-item]
-    (_P.BUILDING, Rehearsed): _rehearsed,  # type: ignore[dict-item]
-    (_P.REFORMING, Installed): _installed,  # type: ignore[dict-item]
-    (_P.REFORMING, Formed): _formed,  # type: ignore[dict-item]
-    (_P.LEFT, Released): _released,  # type: ignore[dict-item]
-    **{(p, Latch): _latch for p in (_P.IDLE, _P.COMPUTING, _P.GATED, _P.APPLYING, _P.TAIL, _P.UNWINDING)},  # type: ignore[dict-item]
-    **{(p, Latch): _latch_waiting for p in (_P.HELD, _P.PARKED, _P.REFORMING, _P.BUILDING, _P.LEFT)},  # type: ignore[dict-item]
-    **{(p, Plan): _stale for p in (_P.IDLE, _P.COMPUTING, _P.GATED, _P.APPLYING, _P.TAIL, _P.UNWINDING)},  # type: ignore[dict-item]
-    **{(p, Plan): _stale for p in (_P.REFORMING, _P.LEFT, _P.GONE)},  # type: ignore[dict-item]
-    (_P.GONE, Latch): _stale,  # type: ignore[dict-item]
+# The one table. What is not in it raises. An install or a forming that an abort has overtaken either comes to
+# its end before the Latch is handed in (a rank that has Installed then parks as one that holds the version), or
+# is given up: no Installed and no Formed may follow the Latch.
+TABLE: dict[tuple[Phase, type], Callable[[RankState, Any], Outcome]] = {
+    (_P.STARTING, Protected): _protected,
+    (_P.IDLE, Enter): _enter,
+    (_P.IDLE, Leave): _enter,
+    (_P.COMPUTING, GateReached): _gate,
+    (_P.COMPUTING, Exit): _exit_computing,
+    (_P.GATED, Verdict): _verdict,
+    (_P.APPLYING, Applied): _applied,
+    (_P.TAIL, Exit): _exit_tail,
+    (_P.UNWINDING, Exit): _exit_unwound,
+    (_P.HELD, Plan): _plan_held,
+    (_P.PARKED, Plan): _plan_parked,
+    (_P.BUILDING, Plan): _plan_building,
+    (_P.BUILDING, Rehearsed): _rehearsed,
+    (_P.REFORMING, Installed): _installed,
+    (_P.REFORMING, Formed): _formed,
+    (_P.LEFT, Released): _released,
+    **{(p, Latch): _latch for p in (_P.IDLE, _P.COMPUTING, _P.GATED, _P.APPLYING, _P.TAIL, _P.UNWINDING)},
+    **{(p, Latch): _latch_waiting for p in (_P.HELD, _P.PARKED, _P.REFORMING, _P.BUILDING, _P.LEFT)},
+    **{(p, Plan): _stale for p in (_P.IDLE, _P.COMPUTING, _P.GATED, _P.APPLYING, _P.TAIL, _P.UNWINDING)},
+    **{(p, Plan): _stale for p in (_P.REFORMING, _P.LEFT, _P.GONE)},
+    (_P.GONE, Latch): _stale,
 }
 
 

@@ -14,10 +14,10 @@ from flashrec.errors import UsageError
 from flashrec.phases import Plan
 from flashrec.state import tensors
 from flashrec.state.capture import capture
-from flashrec.state.layout import Layout
-from flashrec.state.private import PrivateState, Redo, changed
 from flashrec.state.export import export
+from flashrec.state.layout import Layout
 from flashrec.state.manifest import ExportManifest, Source, export_path
+from flashrec.state.private import PrivateState, Redo, changed
 from flashrec.state.pull import Puller, PullReport
 
 MAX_PRIVATE_BYTES = 1 << 30

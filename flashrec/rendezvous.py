@@ -9,15 +9,14 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-
 from flashrec.errors import GroupsAborted
 from flashrec.protocol import messages as msg
+from flashrec.torch_private import Store
 
 DEADLINE_S = 1800.0
 
 
-class RendezvousStore(dist.Store):
+class RendezvousStore(Store):
     """One generation's key-value store. Keys and values are small (addresses)."""
 
     def __init__(self, proc: str, generation: int, send: Callable[[msg.Message], None]) -> None:

@@ -6,7 +6,6 @@ Called by the fork server in a fresh fork, or by a fresh interpreter; `spec.prog
 import os
 import runpy
 import sys
-
 import traceback
 from collections.abc import Mapping
 

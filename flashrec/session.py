@@ -17,9 +17,9 @@ from flashrec.engine import IN_BODY, Engine, Phase
 from flashrec.errors import UsageError
 from flashrec.groups import GroupSet
 from flashrec.link import Link
+from flashrec.loop import OwnStep, Section, Step, install_gate, mark_backward
 from flashrec.protected import ProtectedState, as_list, named_extras
 from flashrec.protocol import messages as msg
-from flashrec.loop import OwnStep, Section, Step, install_gate, mark_backward
 
 DEPTHS = ("forked", "built")
 

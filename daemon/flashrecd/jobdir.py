@@ -47,10 +47,10 @@ def remove_stale(parent: Path = PARENT) -> list[Path]:
     with contextlib.suppress(OSError):
         for path in parent.iterdir():
             match = _NAME.fullmatch(path.name)
-            if match and int(match[1]) == os.getuid() and path.lstat().st_uid == os.getuid():
-                if not _alive(int(match[2])):
-                    remove(path)
-                    removed.append(path)
+            mine = match is not None and int(match[1]) == path.lstat().st_uid == os.getuid()
+            if match is not None and mine and not _alive(int(match[2])):
+                remove(path)
+                removed.append(path)
     return removed
 
 

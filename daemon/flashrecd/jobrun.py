@@ -119,8 +119,9 @@ class JobRun:
         before = self.core.state.status
         for action in self.core.handle(event, self._clock()):
             self._do(action)
-        if before is not self.core.state.status and self.core.state.status is Status.FORMING:
-            discard_exports(self.shm_dir, self.core.state.generation)
+        if before is not self.core.state.status and self.core.state.status is Status.RUNNING:
+            # Every replacement has installed what was served: shared memory is the job's to use again.
+            discard_exports(self.shm_dir, self.core.state.generation + 1)
 
     def exited(self, proc: str, code: int | None, number: int | None) -> None:
         """A process is gone; called by the supervisor within a millisecond or so."""

@@ -1,11 +1,12 @@
 """One job's control: `Core.handle(event, now) -> list[Action]`, and nothing else.
 
-    STARTING --all protected--> RUNNING --a rank dies, or parks--> PARKING --all parked--> FORMING --all formed--> RUNNING
-       |  ^                        |                                   ^                      |
-       |  | nobody to recover from |                                   +---- somebody dies ---+
-       |  | and nothing to lose    +--all at their end--> CLOSING --all exited--> ENDED
-       v  |
-    RESTARTING (kills what is left, then starts the world anew)        STOPPING: the end was asked for, or is unavoidable
+    STARTING --all protected--> RUNNING --one dies or parks--> PARKING --all parked--> FORMING --all formed--> RUNNING
+       |  ^                        |                              ^                      |
+       |  | nobody to recover from |                              +---- somebody dies ---+
+       v  | and nothing to lose    +--all at their end--> CLOSING --all exited--> ENDED
+    RESTARTING                                            STOPPING --all exited--> ENDED
+    kills what is left,                                   the end was asked for,
+    then starts the world anew                            or is unavoidable
 
 Time is an argument, processes are names, and whatever was decided says why.
 """
@@ -13,6 +14,7 @@ Time is an argument, processes are names, and whatever was decided says why.
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Any
 
 from flashrec.errors import UsageError
 from flashrecd.core import events as ev
@@ -553,18 +555,18 @@ class Core:
 
 
 # The one table: an event that is not in it raises.
-TABLE: dict[type, Callable[[Core, object, float], None]] = {
-    ev.Begin: Core._begin,  # type: ignore[dict-item]
-    ev.BuiltOffered: Core._built_offered,  # type: ignore[dict-item]
-    ev.StandbyReady: Core._standby_ready,  # type: ignore[dict-item]
-    ev.Protected: Core._protected,  # type: ignore[dict-item]
-    ev.Parked: Core._parked,  # type: ignore[dict-item]
-    ev.Formed: Core._formed,  # type: ignore[dict-item]
-    ev.Leaving: Core._leaving,  # type: ignore[dict-item]
-    ev.Failed: Core._failed,  # type: ignore[dict-item]
-    ev.Exited: Core._exited,  # type: ignore[dict-item]
-    ev.Heartbeat: Core._heartbeat,  # type: ignore[dict-item]
-    ev.TagSeen: Core._tag_seen,  # type: ignore[dict-item]
-    ev.Stop: Core._stop,  # type: ignore[dict-item]
-    ev.Tick: Core._tick,  # type: ignore[dict-item]
+TABLE: dict[type, Callable[[Core, Any, float], None]] = {
+    ev.Begin: Core._begin,
+    ev.BuiltOffered: Core._built_offered,
+    ev.StandbyReady: Core._standby_ready,
+    ev.Protected: Core._protected,
+    ev.Parked: Core._parked,
+    ev.Formed: Core._formed,
+    ev.Leaving: Core._leaving,
+    ev.Failed: Core._failed,
+    ev.Exited: Core._exited,
+    ev.Heartbeat: Core._heartbeat,
+    ev.TagSeen: Core._tag_seen,
+    ev.Stop: Core._stop,
+    ev.Tick: Core._tick,
 }
