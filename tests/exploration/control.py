@@ -1,0 +1,352 @@
+"""The daemon's side of the world: what the core can be told next, and what its answers do.
+
+The core's state is taken apart into the hub and one Member per slot, so that slots can be compared and
+exchanged, and put together again for each event. Left out, because no decision of a recovery depends on
+them: texts, and the counters of budgets (which the explorer's configuration never exhausts).
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+
+from flashrec import phases as ph
+from flashrecd.core import events as ev
+from flashrecd.core.job import Core, JobConfig, JobState, Member, RankStatus, Status
+from tests.exploration import invariants
+from tests.exploration.model import (
+    BLANK,
+    NO_CONTEXT,
+    Config,
+    Life,
+    Proc,
+    Slot,
+    Somebody,
+    Standby,
+    Violation,
+    World,
+)
+from tests.exploration.ranks import die, moves
+
+NOW = 0.0
+ENOUGH = 1_000_000
+NEW = 1000  # processes the core names itself are p1000 and later, so that they meet no other name
+
+
+def slot_name(rank: int) -> str:
+    return f"r{rank}"
+
+
+def standby_name(number: int) -> str:
+    return f"s{number}"
+
+
+def compose(world: World) -> JobState:
+    names = [(standby_name(i), s) for i, s in enumerate(world.standbys)]
+    return replace(
+        world.hub,
+        members=tuple([_named(s.member, r) for r, s in enumerate(world.slots)]),
+        standbys=tuple((name, s.known) for name, s in names if s.known is not None),
+        stopping_procs=(
+            *[slot_name(r) for r, s in enumerate(world.slots) if s.doomed],
+            *[name for name, s in names if s.doomed],
+        ),
+        num_launched=NEW,
+    )
+
+
+@functools.cache
+def _named(member: Member, rank: int) -> Member:
+    return replace(member, proc=slot_name(rank))
+
+
+def event_of(world: World, rank: int) -> ev.Event:
+    """The oldest message of a rank's process, as the shell hands it to the core."""
+    slot = world.slots[rank]
+    proc, (kind, *rest) = slot_name(rank), slot.outbox[0]
+    versions = tuple(content.version for content in slot.arena)
+    match kind:
+        case "protected":
+            return ev.Protected(proc, "layout")
+        case "parked":
+            return ev.Parked(proc, *rest, versions)  # type: ignore[arg-type]
+        case "formed":
+            return ev.Formed(proc, *rest)  # type: ignore[arg-type]
+        case "leaving":
+            return ev.Leaving(proc, *rest)  # type: ignore[arg-type]
+    raise AssertionError(f"no message {kind}")
+
+
+def put(world: World, rank: int, slot: Slot) -> World:
+    return world._replace(slots=(*world.slots[:rank], slot, *world.slots[rank + 1 :]))
+
+
+def _with(standbys: tuple[Standby, ...], number: int, standby: Standby) -> tuple[Standby, ...]:
+    return (*standbys[:number], standby, *standbys[number + 1 :])
+
+
+class Control:
+    """The daemon of one world. Decisions are remembered: the core is asked once for each situation."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.core = Core(
+            JobConfig(
+                world_size=config.num_ranks,
+                num_standbys=config.num_standbys,
+                max_tries_per_step=ENOUGH,
+                suspect_after_s=1,
+            )
+        )
+        self.decided: dict[object, tuple[JobState, list[ev.Action]]] = {}
+
+    def initial(self) -> World:
+        """The daemon has just begun; or (from_start False) every rank has protected, and it knows."""
+        config = self.config
+        world = World(JobState(), (Slot(BLANK),) * config.num_ranks, (), config.num_faults)
+        world = self.tell(world, ev.Begin())
+        if not config.from_start:
+            while world.hub.status is Status.STARTING:  # protect, seal and say so: one rank after the other
+                rank = next(
+                    r for r, slot in enumerate(world.slots) if slot.member.status is RankStatus.STARTING
+                )
+                for _ in range(3):
+                    world = put(world, rank, moves(world.slots[rank], NO_CONTEXT, config)[0].slot)
+                world = self.hear(world, rank)
+            for number in range(len(world.standbys)):
+                world = self.hear_standby(standby_moves(world)[0][1], number)
+        return world
+
+    def messages(self, world: World) -> list[tuple[str, Callable[[], World]]]:
+        """What the core can hear next: the oldest message of each channel, and deaths."""
+        options: list[tuple[str, Callable[[], World]]] = []
+        for rank, slot in enumerate(world.slots):
+            if slot.outbox:
+                label = f"core hears {slot.outbox[0]} of {rank}"
+                options.append((label, lambda rank=rank: self.hear(world, rank)))
+            if slot.life is Life.ZOMBIE:
+                options.append(
+                    (f"core hears of the death of {rank}", lambda rank=rank: self.bury(world, rank))
+                )
+        for number, standby in enumerate(world.standbys):
+            if standby.outbox:
+                label = f"core hears {standby.outbox[0]} of standby {number}"
+                options.append((label, lambda number=number: self.hear_standby(world, number)))
+            if standby.life is Life.ZOMBIE:
+                label = f"core hears of the death of standby {number}"
+                options.append((label, lambda number=number: self.bury_standby(world, number)))
+        return options
+
+    def hear(self, world: World, rank: int) -> World:
+        event = event_of(world, rank)
+        slot = world.slots[rank]
+        return self.tell(put(world, rank, slot._replace(outbox=slot.outbox[1:])), event)
+
+    def bury(self, world: World, rank: int) -> World:
+        """The kernel says that a rank's process is gone. What it had sent and was not heard yet is lost."""
+        slot = world.slots[rank]
+        code, signal = (None, 9) if slot.exit_code is None else (slot.exit_code, None)
+        event = ev.Exited(slot_name(rank), code, signal, tuple(content.version for content in slot.arena))
+        return self.tell(put(world, rank, slot._replace(life=Life.NONE, outbox=())), event)
+
+    def hear_standby(self, world: World, number: int) -> World:
+        standby = world.standbys[number]
+        depth = str(standby.outbox[0][0])
+        standbys = _with(world.standbys, number, standby._replace(outbox=standby.outbox[1:]))
+        return self.tell(world._replace(standbys=standbys), ev.StandbyReady(standby_name(number), depth))
+
+    def bury_standby(self, world: World, number: int) -> World:
+        gone = world.standbys[number]._replace(life=Life.NONE, outbox=())
+        event = ev.Exited(standby_name(number), None, 9)
+        return self.tell(world._replace(standbys=_with(world.standbys, number, gone)), event)
+
+    def tell(self, world: World, event: ev.Event) -> World:
+        """Let the core handle `event`, and carry out what it answers."""
+        key = (
+            type(event),  # named tuples of different types may be equal
+            event,
+            world.hub,
+            tuple([(slot.member, slot.doomed) for slot in world.slots]),
+            tuple([(standby.known, standby.doomed) for standby in world.standbys]),
+        )
+        decided = self.decided.get(key)
+        if decided is None:
+            self.core.state = compose(world)
+            actions = self.core.handle(event, NOW)
+            decided = self.decided[key] = (self.core.state, actions)
+        return Effects(world, *decided).world
+
+
+# --- the world obeys ---------------------------------------------------------------------------------
+
+
+@functools.cache
+def _plain(member: Member, status: Status) -> Member:
+    """What is known of a rank, less what the core learns anew before it ever looks at it again."""
+    if status is Status.RUNNING and member.status is RankStatus.LIVE:
+        return Member("", member.status)
+    return replace(member, proc="", layout=None)
+
+
+class Effects:
+    """One answer of the core, carried out: `world` is the world afterwards."""
+
+    def __init__(self, world: World, state: JobState, actions: list[ev.Action]) -> None:
+        self.before = world
+        self.state = state
+        self.slots = list(world.slots)
+        self.standbys = list(world.standbys)
+        self.names: dict[str, int | Standby] = {slot_name(r): r for r in range(len(self.slots))}
+        self.names.update({standby_name(i): s for i, s in enumerate(world.standbys)})
+        self._carry_out(actions)
+        self.world = self._world()
+
+    def _carry_out(self, actions: list[ev.Action]) -> None:
+        for action in actions:
+            match action:
+                case ev.Launch():
+                    self._launch(action)
+                case ev.Assign():
+                    self._assign(action)
+                case ev.Abort():
+                    self._send(action.procs, ph.Latch(action.generation))
+                case ev.SendPlan():
+                    self._plan(action)
+                case ev.Release():
+                    invariants.at_release(self.slots)
+                    self._send(action.procs, ph.Released())
+                case ev.Kill():
+                    self._kill(action.proc)
+                case ev.Prepare():
+                    self._change(action.proc, building=True)
+                case ev.Log() if action.event == "stopping" and "cannot recover" in action.reason:
+                    invariants.at_giving_up(self.slots)
+                case _:
+                    pass
+
+    def _world(self) -> World:
+        state = self.state
+        known, doomed = dict(state.standbys), set(state.stopping_procs)
+        doomed_ranks = {self.names[name] for name in doomed}
+        slots = tuple(
+            [
+                slot._replace(member=_plain(member, state.status), doomed=rank in doomed_ranks)
+                for rank, (slot, member) in enumerate(zip(self.slots, state.members, strict=True))
+            ]
+        )
+        standbys = []
+        for name, standby in self.names.items():
+            if isinstance(standby, Standby) and (name in known or standby.life is not Life.NONE):
+                standbys.append(standby._replace(known=known.get(name), doomed=name in doomed))
+        hub = replace(
+            state,
+            members=(),
+            standbys=(),
+            stopping_procs=(),
+            num_launched=0,
+            restarts=0,
+            tries=(state.tries[0] if state.status is Status.FORMING else -1, 0),
+            first_failure="",
+            outcome=state.outcome and (state.outcome[0], ""),
+        )
+        if hub.status is Status.ENDED:
+            invariants.at_end(slots, [s.life for s in standbys])
+        cut = self.before.cut if self.before.cut >= state.generation else 0
+        return World(hub, slots, tuple(standbys), self.before.faults, cut)
+
+    def _change(self, name: str, **changes: object) -> None:
+        standby = self.names[name]
+        assert isinstance(standby, Standby)
+        self.names[name] = standby._replace(**changes)  # type: ignore[arg-type]
+
+    def _launch(self, action: ev.Launch) -> None:
+        if action.rank is None:
+            self.names[action.proc] = Standby()
+            return
+        slot = self.slots[action.rank]
+        if slot.life is not Life.NONE:
+            raise Violation(f"two processes hold rank {action.rank}")
+        self.names[action.proc] = action.rank
+        phase = ph.Phase.BUILDING if action.replacement else ph.Phase.STARTING
+        proc = Proc(ph.RankState(0, phase, action.generation))
+        slot = slot._replace(life=Life.ALIVE, proc=proc, inbox=(), outbox=(), exit_code=None)
+        if not action.replacement:
+            slot = slot._replace(joined=action.generation, entered=-1, voted=-1, refused=-1, served=None)
+        self.slots[action.rank] = slot
+
+    def _assign(self, action: ev.Assign) -> None:
+        standby = self.names[action.proc]
+        assert isinstance(standby, Standby)
+        self.names[action.proc] = action.rank
+        slot = self.slots[action.rank]
+        if slot.life is not Life.NONE:
+            raise Violation(f"two processes hold rank {action.rank}")
+        proc = Proc(ph.RankState(0, ph.Phase.BUILDING, action.generation, rehearsed=standby.depth == "built"))
+        alive = standby.life is Life.ALIVE
+        self.slots[action.rank] = slot._replace(
+            life=standby.life, proc=proc if alive else None, inbox=(), outbox=(), exit_code=None
+        )
+
+    def _send(self, procs: tuple[str, ...], event: ph.Event) -> None:
+        for name in procs:
+            rank = self.names[name]
+            assert isinstance(rank, int)
+            slot = self.slots[rank]
+            if slot.life is Life.ALIVE:
+                self.slots[rank] = slot._replace(inbox=(*slot.inbox, event))
+
+    def _plan(self, action: ev.SendPlan) -> None:
+        plan = action.plan
+        invariants.at_plan(self.slots, plan)
+        for rank, slot in enumerate(self.slots):
+            self.slots[rank] = slot._replace(
+                is_source=plan.generation if rank in plan.sources.get("tensors", ()) else 0,
+                has_private=plan.generation if plan.sources.get(f"private/{rank}") else 0,
+                served=None,
+            )
+        self._send(action.procs, ph.Plan(plan.generation, plan.version, Somebody((0,) * len(plan.replaced))))
+
+    def _kill(self, name: str) -> None:
+        target = self.names[name]
+        if isinstance(target, Standby):
+            if target.life is Life.ALIVE:
+                self.names[name] = target._replace(life=Life.ZOMBIE, outbox=())
+        elif self.slots[target].life is Life.ALIVE:
+            self.slots[target] = die(self.slots[target])
+
+
+def standby_moves(world: World) -> list[tuple[str, World]]:
+    """What standbys do on their own: get ready, and build when told to."""
+    options = []
+    for number, standby in enumerate(world.standbys):
+        if standby.life is not Life.ALIVE:
+            continue
+        depth = (
+            "forked"
+            if standby.depth == ""
+            else "built"
+            if standby.building and standby.depth != "built"
+            else ""
+        )
+        if depth:
+            after = standby._replace(depth=depth, outbox=(*standby.outbox, (depth,)))
+            options.append(
+                (
+                    f"standby {number} is {depth}",
+                    world._replace(standbys=_with(world.standbys, number, after)),
+                )
+            )
+    return options
+
+
+def standby_deaths(world: World) -> list[tuple[str, World]]:
+    return [
+        (
+            f"! standby {number} dies",
+            world._replace(
+                standbys=_with(world.standbys, number, standby._replace(life=Life.ZOMBIE)),
+                faults=world.faults - 1,
+            ),
+        )
+        for number, standby in enumerate(world.standbys)
+        if standby.life is Life.ALIVE and world.faults
+    ]

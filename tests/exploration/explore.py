@@ -1,0 +1,320 @@
+"""All interleavings of a small world, breadth first, with the shortest counterexample.
+
+States that differ only by which rank is which are one: nothing in a slot names a rank, so slots are
+sorted. What a process can do is remembered per slot and context, so the real machines are asked once for
+each situation they can be in.
+
+Partial-order reduction. A move is *eager* (see ranks.py) if it commutes with all that anybody else can do
+before it and stays possible meanwhile: a main thread's local actions, unwinding after a known failure, a
+message taken up by a rank that does nothing but wait for it. Where there is one it is followed alone: any
+other order leads to the same states. It may be overtaken by the death of its own process; that is followed
+as well where the move is *lasting*, and is otherwise the death after it: memory dies with the process, and
+what was sent may be lost with it. An event that only sends is not lasting for that reason.
+
+Once no fault is left, every rank steps in one generation and no message is under way, a single
+interleaving is followed to the end: without faults all moves of a running world commute, and the states
+it passes through were seen, with all their interleavings, before the last fault.
+"""
+
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from flashrec import phases as ph
+from flashrecd.core.events import SendPlan
+from flashrecd.core.job import JobState, RankStatus, Status
+from tests.exploration import control, invariants, ranks
+from tests.exploration.model import Config, Life, Move, Slot, Violation, World
+from tests.exploration.world import Public, breakable, context, public
+
+State = tuple[int, tuple[int, ...], int, int, int]  # hub, slots, standbys, faults left, generation cut
+
+
+@dataclass
+class Report:
+    config: Config
+    num_states: int = 0
+    num_events: int = 0
+    seconds: float = 0.0
+    violation: str = ""
+    trace: list[str] = field(default_factory=list)
+    outcomes: dict[int | None, int] = field(default_factory=dict)  # exit code -> final states
+
+    def __str__(self) -> str:
+        c = self.config
+        text = (
+            f"{c.num_ranks} ranks, {c.steps} steps, {c.num_faults} faults, {c.num_standbys} standbys"
+            f"{'' if c.reduced else ', unreduced'}: {self.num_states} states, {self.num_events} events, "
+            f"{self.seconds:.1f} s, final states by exit code {self.outcomes}"
+        )
+        if self.violation:
+            text += f"\nVIOLATION: {self.violation}\n  " + "\n  ".join(self.trace)
+        return text
+
+
+class Intern:
+    """Equal values get one small number."""
+
+    def __init__(self) -> None:
+        self.ids: dict[object, int] = {}
+        self.values: list[object] = []
+
+    def __call__(self, value: object, kind: object = None) -> int:
+        number = self.ids.setdefault((value, kind), len(self.values))
+        if number == len(self.values):
+            self.values.append(value)
+        return number
+
+
+def _types(slot: Slot) -> object:
+    """What tells equal slots apart: named tuples of different types may be equal."""
+    return (*map(type, slot.inbox), *map(type, slot.proc.todo)) if slot.proc else None
+
+
+class Explorer:
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.daemon = control.Control(config)
+        self.hubs, self.slots, self.standbys = Intern(), Intern(), Intern()
+        self.publics: list[Public] = []
+        self.views: list[tuple[int, object]] = []
+        self.quiet: list[int] = []  # per slot: the generation it steps in with nothing under way, or 0
+        self.move_cache: dict[object, tuple[tuple[Move, int], ...]] = {}
+        self.core_cache: dict[object, tuple[int, tuple[int, ...], int]] = {}
+        self.sound: set[object] = set()
+        self.death_ids: dict[int, int] = {}
+
+    # --- states as small numbers --------------------------------------------------------------------------
+
+    def slot_id(self, slot: Slot) -> int:
+        number = self.slots(slot, _types(slot))
+        if number == len(self.publics):
+            self.publics.append(public(slot))
+            self.views.append(invariants.view(slot))
+            self.quiet.append(self._quiet(slot))
+        return number
+
+    @staticmethod
+    def _quiet(slot: Slot) -> int:
+        stepping = (*invariants.STEPPING, ph.Phase.IDLE, ph.Phase.LEFT, ph.Phase.GONE)
+        still = slot.life is Life.ALIVE and slot.proc is not None and not slot.inbox
+        if not still or slot.proc is None or slot.proc.state.latched or slot.proc.state.plan:
+            return 0
+        under_way = [message for message in slot.outbox if message[0] != "leaving"]
+        return slot.joined if slot.proc.state.phase in stepping and not under_way else 0
+
+    def pack(self, world: World) -> State:
+        ids = tuple(sorted([self.slot_id(slot) for slot in world.slots]))
+        return self.hubs(world.hub), ids, self.standbys(world.standbys), world.faults, world.cut
+
+    def unpack(self, state: State) -> World:
+        hub, slots, standbys, faults, cut = state
+        return World(
+            self.hubs.values[hub],  # type: ignore[arg-type]
+            tuple(self.slots.values[s] for s in slots),  # type: ignore[arg-type]
+            self.standbys.values[standbys],  # type: ignore[arg-type]
+            faults,
+            cut,
+        )
+
+    # --- successors ---------------------------------------------------------------------------------------
+
+    def moves(self, number: int, publics: list[Public], cut: int) -> tuple[tuple[Move, int], ...]:
+        me = self.publics[number]
+        key = (number, context(me, publics, cut)) if me.group else number
+        found = self.move_cache.get(key)
+        if found is None:
+            slot = self.slots.values[number]
+            assert isinstance(slot, Slot)
+            found = tuple(
+                (move, self.slot_id(move.slot))
+                for move in ranks.moves(slot, context(me, publics, cut), self.config)
+            )
+            self.move_cache[key] = found
+        return found
+
+    def death(self, number: int) -> int:
+        if number not in self.death_ids:
+            slot = self.slots.values[number]
+            assert isinstance(slot, Slot)
+            self.death_ids[number] = self.slot_id(ranks.die(slot))
+        return self.death_ids[number]
+
+    def successors(self, state: State) -> list[tuple[str, State]]:
+        hub, slots, standbys, left, cut = state
+        publics = [self.publics[s] for s in slots]
+        every = []
+        found: list[tuple[str, State]] = []
+        for i, number in enumerate(slots):
+            mine = self.moves(number, publics, cut)
+            for move, after in mine:
+                if move.eager and self.config.reduced:
+                    found.append((f"{i} {move.label}", self._moved(state, i, after)))
+                    if left and move.lasting:
+                        found.append((f"! {i} dies", self._moved(state, i, self.death(number), 1)))
+                    return found
+            every.append(mine)
+        eager = self._heard_at_once(state) if self.config.reduced else []
+        if eager:
+            return eager
+        for i, mine in enumerate(every):
+            if i and slots[i] == slots[i - 1] and self.config.reduced:
+                continue  # its twin does the same
+            for move, after in mine:
+                moved = self._moved(state, i, after)
+                if move.label.startswith("Formed"):
+                    invariants.at_formed(self.unpack(moved).slots, move.slot.joined)
+                found.append((f"{i} {move.label}", moved))
+        found.extend(self._heard(state))
+        if self.config.num_standbys:
+            world = self.unpack(state)
+            found.extend((label, self.pack(after)) for label, after in control.standby_moves(world))
+        if left:
+            for i, number in enumerate(slots):
+                if publics[i].alive and not (i and slots[i] == slots[i - 1]):
+                    found.append((f"! {i} dies", self._moved(state, i, self.death(number), 1)))
+            if self.config.num_standbys:
+                found.extend(
+                    (label, self.pack(after)) for label, after in control.standby_deaths(self.unpack(state))
+                )
+            if self.config.link_faults:
+                found.extend(
+                    (f"! a link of generation {g} breaks", (hub, slots, standbys, left - 1, g))
+                    for g in breakable(publics)
+                    if g != cut
+                )
+        elif found and self.config.reduced and self._runs_on(state):
+            del found[1:]
+        return found
+
+    def _moved(self, state: State, i: int, number: int, faults: int = 0) -> State:
+        slots = state[1]
+        return (
+            state[0],
+            tuple(sorted((*slots[:i], number, *slots[i + 1 :]))),
+            state[2],
+            state[3] - faults,
+            state[4],
+        )
+
+    def _heard(self, state: State) -> list[tuple[str, State]]:
+        hub, slots, standbys, left, cut = state
+        world = self.unpack(state)
+        found = []
+        for label, happen in self.daemon.messages(world):
+            key = (hub, slots, standbys, label)
+            after = self.core_cache.get(key)
+            if after is None:
+                packed = self.pack(happen())
+                after = self.core_cache[key] = packed[:3]
+            found.append((label, (*after, left, cut)))
+        return found
+
+    def _heard_at_once(self, state: State) -> list[tuple[str, State]]:
+        """The first of the core's events that commutes with all others: see the module's text."""
+        hub, slots, _, left, cut = state
+        before = self.hubs.values[hub]
+        assert isinstance(before, JobState)
+        for i, number in enumerate(slots):
+            slot = self.slots.values[number]
+            assert isinstance(slot, Slot)
+            if slot.life is Life.ALIVE and slot.outbox:
+                after = self._core(state, i, f"core hears {slot.outbox[0]} of {i}", self.daemon.hear)
+                now = self.hubs.values[after[0]]
+                assert isinstance(now, JobState)
+                same = now.status is before.status
+                parks = now.status is Status.PARKING and not self.config.num_standbys
+                if now.generation == before.generation and (same or parks):
+                    found = [(f"core hears {slot.outbox[0]} of {i}", (*after, left, cut))]
+                    if left:
+                        found.append((f"! {i} dies", self._moved(state, i, self.death(number), 1)))
+                    return found
+            elif slot.life is Life.ZOMBIE and not slot.outbox:
+                status = slot.member.status
+                if (status is RankStatus.LIVE and before.status in (Status.RUNNING, Status.PARKING)) or (
+                    status is RankStatus.FORMING and before.status is Status.FORMING
+                ):
+                    label = f"core hears of the death of {i}"
+                    return [(label, (*self._core(state, i, label, self.daemon.bury), left, cut))]
+        return []
+
+    def _core(
+        self, state: State, i: int, label: str, happen: Callable[[World, int], World]
+    ) -> tuple[int, tuple[int, ...], int]:
+        key = (*state[:3], label)
+        after = self.core_cache.get(key)
+        if after is None:
+            after = self.core_cache[key] = self.pack(happen(self.unpack(state), i))[:3]
+        return after
+
+    def _runs_on(self, state: State) -> bool:
+        generations = {self.quiet[s] for s in state[1]}
+        hub = self.hubs.values[state[0]]
+        running = hub.status in (Status.RUNNING, Status.CLOSING)  # type: ignore[attr-defined]
+        return running and len(generations) == 1 and 0 not in generations and state[4] not in generations
+
+    def check(self, state: State) -> None:
+        views = tuple(self.views[s] for s in state[1])
+        if views not in self.sound:
+            invariants.of_state(views)  # type: ignore[arg-type]
+            self.sound.add(views)
+
+    # --- the search -----------------------------------------------------------------------------------------
+
+    def run(self, max_states: int | None = None) -> Report:
+        report, begin = Report(self.config), time.perf_counter()
+        states = [self.pack(self.daemon.initial())]
+        seen = {states[0]}
+        came, choice = array("l", [0]), array("l", [0])  # whose successor a state was first, and which
+        at = 0
+        try:
+            while at < len(states) and (max_states is None or at < max_states):
+                state = states[at]
+                found = self.successors(state)
+                report.num_events += len(found)
+                self._check_life(state, found, report)
+                for number, (_, after) in enumerate(found):
+                    if after not in seen:
+                        seen.add(after)
+                        states.append(after)
+                        came.append(at)
+                        choice.append(number)
+                        self.check(after)
+                at += 1
+        except Violation as violation:
+            report.violation = str(violation)
+            try:
+                self.check(states[-1])
+                last = at  # an event was wrong
+            except Violation:
+                last = len(states) - 1  # the state it led to
+            while last:
+                report.trace.insert(0, self.successors(states[came[last]])[choice[last]][0])
+                last = came[last]
+        report.num_states, report.seconds = len(states), time.perf_counter() - begin
+        return report
+
+    def _check_life(self, state: State, found: list[tuple[str, State]], report: Report) -> None:
+        """The job always proceeds, or has ended."""
+        hub = self.hubs.values[state[0]]
+        assert isinstance(hub, JobState)
+        if hub.status is Status.ENDED:
+            code = hub.outcome[0] if hub.outcome else None
+            report.outcomes[code] = report.outcomes.get(code, 0) + 1
+        elif all(label[0] == "!" for label, _ in found):
+            raise Violation("stuck: the job neither proceeds nor ends")
+
+    def planned(self) -> set[object]:
+        """The situations in which a plan was made: what it says, and what was known of each rank."""
+        return {
+            (
+                action.plan.generation,
+                action.plan.version,
+                len(action.plan.replaced),
+                tuple(sorted((m.version or 0, m.can_advance, m.sealed) for m in state.members)),
+            )
+            for state, actions in self.daemon.decided.values()
+            for action in actions
+            if isinstance(action, SendPlan)
+        }

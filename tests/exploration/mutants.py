@@ -1,0 +1,125 @@
+"""Mistakes planted on purpose, to see that the exploration sees them.
+
+Each is a context in which the machines, or what the world does for them, are wrong in one way; `config`
+changes the world, `patch` the code.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from unittest import mock
+
+from flashrec import phases as ph
+from flashrecd.core import job, plan
+from flashrecd.core.plan import Inventory, Plan
+from tests.exploration.model import Config
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    seen_as: str  # a part of what the violation says
+    patch: Callable[[], AbstractContextManager[object]] = nullcontext
+    config: Callable[[Config], Config] = lambda config: config
+
+
+def _rule(phase: ph.Phase, event: type, rule: Callable[..., ph.Outcome]) -> AbstractContextManager[object]:
+    return mock.patch.dict(ph.TABLE, {(phase, event): rule})
+
+
+def errored_result_counts() -> AbstractContextManager[object]:
+    right = ph.TABLE[ph.Phase.GATED, ph.Verdict]
+    return _rule(
+        ph.Phase.GATED, ph.Verdict, lambda state, event: right(state, ph.Verdict(event.passed is not False))
+    )
+
+
+def votes_after_parking() -> AbstractContextManager[object]:
+    """It reports at once, and then runs on to the gate as if nothing were."""
+
+    def parks_and_goes_on(state: ph.RankState, event: ph.Latch) -> ph.Outcome:
+        return state, (ph.Report(event.generation, state.version, False),)
+
+    return _rule(ph.Phase.COMPUTING, ph.Latch, parks_and_goes_on)
+
+
+def redo_from_where_it_stopped() -> AbstractContextManager[object]:
+    def clean(state: ph.RankState, _: ph.Exit) -> ph.Outcome:
+        return replace(state, phase=ph.Phase.IDLE), ()
+
+    return _rule(ph.Phase.UNWINDING, ph.Exit, clean)
+
+
+def deaf_at_its_end() -> AbstractContextManager[object]:
+    return _rule(ph.Phase.LEFT, ph.Latch, lambda state, event: (state, ()))
+
+
+def a_shard_is_forgotten() -> AbstractContextManager[object]:
+    return mock.patch.object(plan, "required_shards", return_value=("tensors",))
+
+
+def _all_who_voted(inventory: Inventory) -> dict[int, frozenset[int]]:
+    everyone = all(s.can_advance for s in inventory.survivors.values())
+    return {
+        rank: frozenset({s.version, s.version + 1} if s.can_advance and everyone else {s.version})
+        for rank, s in inventory.survivors.items()
+    }
+
+
+def forward_because_survivors_voted() -> AbstractContextManager[object]:
+    return mock.patch.object(plan, "reachable_versions", _all_who_voted)
+
+
+@contextmanager
+def _planner(change: Callable[[Inventory, Plan], Plan]) -> Iterator[None]:
+    right = plan.plan_recovery
+
+    def wrong(inventory: Inventory, generation: int) -> tuple[Plan | None, str]:
+        found, reason = right(inventory, generation)
+        return found and change(inventory, found), reason
+
+    with mock.patch.object(job, "plan_recovery", wrong):
+        yield
+
+
+def back_to_the_oldest() -> AbstractContextManager[object]:
+    """It never rolls forward: those that voted may be the only ones it asks."""
+
+    def oldest(inventory: Inventory, found: Plan) -> Plan:
+        return replace(found, version=min(s.version for s in inventory.survivors.values()))
+
+    return _planner(oldest)
+
+
+def replaces_too_few() -> AbstractContextManager[object]:
+    return _planner(lambda _, found: replace(found, replaced=found.replaced[1:]))
+
+
+MUTANTS = (
+    Mutant(
+        "a gate counts an errored result as passed",
+        "though not every rank voted for it",
+        errored_result_counts,
+    ),
+    Mutant(
+        "a version is overwritten too early",
+        "no version was found",
+        config=lambda config: config._replace(arena_slots=1),
+    ),
+    Mutant("a plan forgets a shard", "private state None", a_shard_is_forgotten),
+    Mutant(
+        "rolling forward because all survivors voted",
+        "which not every rank voted for",
+        forward_because_survivors_voted,
+    ),
+    Mutant(
+        "what is sealed above the plan's version stays",
+        "still sealed above it",
+        config=lambda config: config._replace(discards=False),
+    ),
+    Mutant("a rank votes after it has parked", "promised not to vote", votes_after_parking),
+    Mutant("a redo starts from where the attempt stopped", "private state None", redo_from_where_it_stopped),
+    Mutant("a rank at its end does not hear that it is needed again", "stuck", deaf_at_its_end),
+    Mutant("the plan goes back to the oldest version", "loses a step", back_to_the_oldest),
+    Mutant("a lost rank is left out of the plan", "holds nothing and is not replaced", replaces_too_few),
+)

@@ -1,0 +1,69 @@
+"""Both state machines together: all interleavings of a small world, and what planted mistakes do to it."""
+
+import pytest
+
+from tests.exploration.explore import Explorer
+from tests.exploration.model import Config
+from tests.exploration.mutants import MUTANTS, Mutant
+
+SMALL = Config(num_ranks=2, steps=2, num_faults=1)
+
+
+def explore(capsys: pytest.CaptureFixture[str], config: Config) -> Explorer:
+    explorer = Explorer(config)
+    report = explorer.run()
+    with capsys.disabled():
+        print(f"\n  {report}", end=" ")
+    assert not report.violation, str(report)
+    assert report.outcomes[0] > 1
+    return explorer
+
+
+@pytest.mark.timeout(600)
+def test_every_interleaving_of_three_ranks_and_two_faults(capsys: pytest.CaptureFixture[str]) -> None:
+    explore(capsys, Config(num_ranks=3, steps=2, num_faults=2))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Config(num_ranks=1, steps=2, num_faults=3),
+        Config(num_ranks=2, steps=3, num_faults=2),
+        Config(num_ranks=3, steps=1, num_faults=1, num_standbys=1),
+        Config(num_ranks=2, steps=1, num_faults=2, num_standbys=1),
+    ],
+    ids=str,
+)
+def test_every_interleaving_of_other_small_worlds(capsys: pytest.CaptureFixture[str], config: Config) -> None:
+    explore(capsys, config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SMALL,
+        SMALL._replace(steps=1, num_faults=2),
+        SMALL._replace(num_ranks=3, steps=1, from_start=False),
+        SMALL._replace(steps=1, num_standbys=1),
+    ],
+    ids=str,
+)
+def test_the_reductions_lose_no_situation(config: Config) -> None:
+    """Without them the search meets the same inventories, makes the same plans, and ends in the same ways."""
+    reduced, full = Explorer(config), Explorer(config._replace(reduced=False))
+    reports = [explorer.run() for explorer in (reduced, full)]
+    assert not any(report.violation for report in reports)
+    assert reports[0].num_states < reports[1].num_states
+    assert reports[0].outcomes == reports[1].outcomes
+    assert reduced.planned() == full.planned() != set()
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_planted_mistake_is_seen(mutant: Mutant) -> None:
+    config = Config(steps=1, num_faults=1)
+    assert not Explorer(config).run().violation
+    with mutant.patch():
+        report = Explorer(mutant.config(config)).run()
+    assert mutant.seen_as in report.violation, str(report)
+    assert report.trace
+    assert sum(event.startswith("!") for event in report.trace) <= config.num_faults
