@@ -11,6 +11,14 @@ other order leads to the same states. It may be overtaken by the death of its ow
 as well where the move is *lasting*, and is otherwise the death after it: memory dies with the process, and
 what was sent may be lost with it. An event that only sends is not lasting for that reason.
 
+What the core hears is eager, too, where it commutes with all else it could hear: a message that changes
+what is known of its sender and no more, or that begins the parking (an abort only adds to what others may
+notice); and a death that the core must hear of before it can plan or go on, of a process that has said
+nothing since. Never the message or death that completes something (all have protected, parked, formed,
+left), nor, with standbys, what could overtake a completed forming, which launches new ones: those are
+followed in every order. Two orders may differ in the version the core remembers of a rank that has not
+parked yet, which only its log reads. test_exploration.py compares with a search without all this.
+
 Once no fault is left, every rank steps in one generation and no message is under way, a single
 interleaving is followed to the end: without faults all moves of a running world commute, and the states
 it passes through were seen, with all their interleavings, before the last fault.
