@@ -98,6 +98,14 @@ def test_a_rank_that_waits_by_its_own_word_is_never_behind() -> None:
     assert {proc for proc, _ in ranks.let(3 * AFTER_S, still=("a", "b"))} == {"b"}
 
 
+def test_those_that_are_equally_far_behind_one_that_waits_are_suspected_one_at_a_time() -> None:
+    ranks = Watched("a", "b", "c")
+    ranks.waiting["a"] = True
+    first = ranks.let(3 * AFTER_S, still=("a", "b", "c"))
+    assert len(first) == 1, "killing both at once could destroy the last copy of the state"
+    assert ranks.let(AFTER_S / 2, still=("a", "b", "c")) == []
+
+
 def test_a_watcher_that_stood_still_itself_blames_nobody() -> None:
     ranks = Watched("a", "b")
     ranks.now += 100

@@ -92,12 +92,13 @@ class Detector:
             return []
         least = min(watch.progress for watch in busy.values())
         behind = [proc for proc in still if busy[proc].progress == least]
-        if len(behind) < len(seen):
-            return [
-                (p, f"no progress for {now - busy[p].moved_at:.1f} s while others wait for it")
-                for p in behind
-            ]
-        return []
+        if len(behind) == len(seen):
+            return []
+        # One at a time, and the others get a new chance: what held them up may have been this one.
+        worst, since = behind[0], now - busy[behind[0]].moved_at
+        for proc in behind[1:]:
+            self._watches[proc] = replace(self._watches[proc], moved_at=now)
+        return [(worst, f"no progress for {since:.1f} s while others wait for it")]
 
     def stalled(self, waiting: Mapping[str, bool], now: float) -> bool:
         """All stand still alike (true once per stall): nobody can be blamed, but somebody should know."""

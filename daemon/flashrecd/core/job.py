@@ -379,7 +379,7 @@ class Core:
 
     def _park_for(self, rank: int) -> None:
         if self._charge(f"rank {rank} parked"):
-            self._park_all(f"rank {rank} parked: a collective failed though nobody died")
+            self._park_all(f"a collective failed at rank {rank}")
 
     def _plan_if_parked(self) -> None:
         if self.state.status is not Status.PARKING:
