@@ -172,9 +172,8 @@ class Engine:
         if self.phase is Phase.BUILDING and not self._machine.state.rehearsed:
             self._handle(ph.Rehearsed())  # a script that takes no step has nothing to rehearse
         self._settle(ph.Leave())
-        while not self.is_at(Phase.GONE):
-            if self._take(self.link.receive()) and self.phase is Phase.LEFT:
-                return
+        while not self.is_at(Phase.GONE) and not self.link.daemon_lost:
+            self._take(self.link.receive())
 
     def _settle(self, event: ph.Enter | ph.Leave) -> None:
         """Enter or Leave; where that means to park, wait for the plan, recover, and try again."""
@@ -248,7 +247,8 @@ class Engine:
         """A built standby waits here, at its first step, until somebody dies."""
         self.link.send(msg.StandbyReady(self.link.proc, "built"))
         while not self.assigned:
-            self._take(self.link.receive())
+            if self._take(self.link.receive()):
+                raise SystemExit(0)  # nobody is left who could need this process
 
     def _check_quiet(self) -> None:
         """If the script changed private state after it was sealed, say what, and seal it again."""

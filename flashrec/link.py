@@ -5,6 +5,7 @@ that cannot wait: an abort, which must cut the groups while the main thread sits
 else it queues for the main thread, which alone changes the session's state.
 """
 
+import contextlib
 import os
 import queue
 import threading
@@ -21,6 +22,21 @@ from flashrec.protocol import messages as msg
 from flashrec.protocol.codec import MAX_MESSAGE_BYTES, decode, encode
 
 GREETING_S = 30.0
+
+
+class _Process:
+    """This process's one link; there is none outside `flashrec run`."""
+
+    link: "Link | None" = None
+
+
+def attach(link: "Link") -> None:
+    """For the runner: the process is connected, and waits for its script."""
+    _Process.link = link
+
+
+def attached() -> "Link | None":
+    return _Process.link
 
 
 class DaemonLost:
@@ -110,7 +126,8 @@ class Link:
         while not self._closing or self._outbox:
             now = time.monotonic()
             if now >= beat_at:
-                self._socket.send(encode(msg.Heartbeat(self.proc)), zmq.NOBLOCK)
+                with contextlib.suppress(zmq.Again):  # a daemon that reads nothing has heard enough of us
+                    self._socket.send(encode(msg.Heartbeat(self.proc)), zmq.NOBLOCK)
                 beat_at = now + self.welcome.heartbeat_s
             ready = dict(poller.poll(max(0, int((beat_at - now) * 1000))))
             if self._wake in ready:

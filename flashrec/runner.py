@@ -8,12 +8,18 @@ import runpy
 import sys
 import traceback
 from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flashrec import __version__
 from flashrec.errors import ProtocolError, RecoveryFailed
-from flashrec.link import DaemonLost, Link
+from flashrec.link import DaemonLost, Link, attach
 from flashrec.protocol import messages as msg
+from flashrec.protocol.jobdir import JobDirectory
 from flashrec.protocol.spawn import ProcSpec
+
+if TYPE_CHECKING:
+    from flashrec.engine import Engine
 
 MAX_TRACEBACK = 20_000
 
@@ -22,6 +28,7 @@ def main(spec: ProcSpec) -> int:
     """The exit code of the script."""
     program = spec.program
     link = Link(_text(program, "address"), spec.proc, __version__)
+    directory = JobDirectory.hold(Path(link.welcome.shm_dir))
     try:
         if link.welcome.rank is None and not _await_turn(link):
             return 0
@@ -34,6 +41,7 @@ def main(spec: ProcSpec) -> int:
         raise
     finally:
         _close(link)
+        directory.leave()  # the daemon holds it too while it lives, and removes it in the end
 
 
 def _await_turn(link: Link) -> bool:
@@ -59,9 +67,7 @@ def _assigned(welcome: msg.Welcome, assign: msg.Assign) -> msg.Welcome:
 
 
 def _run_script(program: Mapping[str, object], link: Link) -> int:
-    from flashrec import session
-
-    session.attach(link)
+    attach(link)
     welcome = link.welcome
     os.environ.update(WORLD_SIZE=str(welcome.world_size), LOCAL_WORLD_SIZE=str(welcome.world_size))
     if welcome.rank is not None:
@@ -86,19 +92,24 @@ def _run_script(program: Mapping[str, object], link: Link) -> int:
     return 0
 
 
-def _finish(code: int) -> None:
+def _engine() -> "Engine | None":
+    """The script's, if it has one. Asking must not import torch for a script that does without."""
+    if "flashrec.session" not in sys.modules:
+        return None
     from flashrec import session
 
-    engine = session.current_engine()
+    return session.current_engine()
+
+
+def _finish(code: int) -> None:
+    engine = _engine()
     if engine is not None and code == 0:
         engine.leave()
 
 
 def _report(link: Link, error: BaseException) -> None:
     """The daemon should know why before it sees the process end."""
-    from flashrec import session
-
-    engine = session.current_engine()
+    engine = _engine()
     _trim(error)
     text = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
     if not (isinstance(error, RecoveryFailed) and link.daemon_lost):
@@ -116,9 +127,7 @@ def _trim(error: BaseException) -> None:
 
 
 def _close(link: Link) -> None:
-    from flashrec import session
-
-    engine = session.current_engine()
+    engine = _engine()
     link.close()
     if engine is not None:
         engine.close()

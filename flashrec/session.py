@@ -16,7 +16,7 @@ from flashrec.data import Feed, Source
 from flashrec.engine import IN_BODY, Engine, Phase
 from flashrec.errors import UsageError
 from flashrec.groups import GroupSet
-from flashrec.link import Link
+from flashrec.link import attached
 from flashrec.loop import OwnStep, Section, Step, install_gate, mark_backward
 from flashrec.protected import ProtectedState, as_list, named_extras
 from flashrec.protocol import messages as msg
@@ -25,18 +25,12 @@ DEPTHS = ("forked", "built")
 
 
 class _Session:
-    """This process's one session; `link` is there when `flashrec run` started the process."""
+    """This process's one session."""
 
-    link: Link | None = None
     engine: Engine | None = None
 
 
 _session = _Session()
-
-
-def attach(link: Link) -> None:
-    """For the runner: the process is connected, and waits for its script."""
-    _session.link = link
 
 
 def current_engine() -> Engine | None:
@@ -71,7 +65,7 @@ def init(*, standby: str = "forked") -> None:
         raise UsageError("flashrec.init() was called before")
     if torch.distributed.is_initialized():
         raise UsageError("torch.distributed is initialised already: flashrec.init() takes its place")
-    link = _session.link
+    link = attached()
     if link is None:
         raise UsageError("no daemon: start the script with `flashrec run --nproc-per-node N script.py`")
     groups = GroupSet(on_collective=lambda name, count: _on_collective(name))

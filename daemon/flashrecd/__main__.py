@@ -7,6 +7,7 @@ flashrecd --dir /run/flashrec --metrics 127.0.0.1:9475
 import asyncio
 import ctypes
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -49,6 +50,8 @@ def main(directory: Path | None, metrics: str | None, owner_pid: int | None) -> 
     except EnvironmentFault as error:
         print(f"flashrecd: {error}", file=sys.stderr)
         sys.exit(1)
+    if owner_pid is not None and directory is not None and os.getppid() != owner_pid:
+        shutil.rmtree(directory, ignore_errors=True)  # the owner was killed, and cannot do it any more
 
 
 def _address(text: str | None) -> tuple[str, int] | None:

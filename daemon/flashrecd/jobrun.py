@@ -14,11 +14,11 @@ from pathlib import Path
 
 from flashrec.errors import FlashrecError
 from flashrec.protocol import messages as msg
+from flashrec.protocol.jobdir import JobDirectory
 from flashrec.protocol.spawn import ProcSpec
 from flashrec.protocol.tag import Tag, TagReader, tag_path
 from flashrec.state.arena import Arena
 from flashrec.state.export import discard_exports
-from flashrecd import jobdir
 from flashrecd.core import events as ev
 from flashrecd.core.job import Core, JobConfig, RankStatus, Status
 from flashrecd.eventlog import EventLog
@@ -30,7 +30,7 @@ ENTRY = "flashrec.runner:main"
 COULD_NOT_START = 71  # EX_OSERR
 SUMMARY_CHARACTERS = 300
 OUTPUT_PAUSE_S = 0.02
-MAX_LINES_AHEAD = 20_000
+MAX_BYTES_AHEAD = 8 << 20
 
 
 @dataclass
@@ -78,11 +78,12 @@ class JobRun:
         self.submit = submit
         self.core = Core(config)
         self.recoveries = Recoveries(submit.world_size)
-        self.shm_dir = jobdir.make(name)
+        self.directory = JobDirectory.make(name)
+        self.shm_dir = self.directory.path
         self.logs = LogLayout(log_dir, name)
         self.processes: dict[str, Process] = {}
-        self.num_output_lines = 0
-        self.num_output_seen = 0  # of those, what the command line says it has shown
+        self.output_bytes = 0
+        self.output_seen_bytes = 0  # of those, what the command line says it has dealt with
         self.has_listener = True
         self._supervisor = supervisor
         self._log = log
@@ -106,6 +107,7 @@ class JobRun:
             env=env,
             cwd=submit.cwd,
             log_path=self.logs.log_dir / name / "forkserver.log",
+            preload=submit.preload,
         )
 
     # --- in ---------------------------------------------------------------------------------------------
@@ -156,12 +158,14 @@ class JobRun:
 
     @property
     def output_blocked(self) -> bool:
-        return self.has_listener and self.num_output_lines - self.num_output_seen > MAX_LINES_AHEAD
+        return self.has_listener and self.output_bytes - self.output_seen_bytes > MAX_BYTES_AHEAD
 
-    async def _forget(self, proc: str) -> None:
+    async def _room_for_output(self) -> None:
         while self.output_blocked:
             await asyncio.sleep(OUTPUT_PAUSE_S)
-        await self._tail.finish(proc)
+
+    async def _forget(self, proc: str) -> None:
+        await self._tail.finish(proc, self._room_for_output)
         self.processes.pop(proc, None)
         self._maybe_end()
 
@@ -398,7 +402,7 @@ class JobRun:
         process = self.processes.get(proc)
         if rank is None and process is not None:
             rank = process.rank
-        self.num_output_lines += 1 if self.has_listener else 0
+        self.output_bytes += len(line) + msg.OUTPUT_OVERHEAD_BYTES
         self._tell(msg.Output(-1 if rank is None else rank, stream, line))
 
     # --- the end ----------------------------------------------------------------------------------------
@@ -421,7 +425,7 @@ class JobRun:
         self._tail.close()
         for reader in self._tags.values():
             reader.close()
-        jobdir.remove(self.shm_dir)
+        self.directory.remove()
         for task in list(self._tasks):
             if task is not asyncio.current_task():
                 task.cancel()

@@ -10,6 +10,8 @@ import os
 import secrets
 import signal
 import time
+import traceback
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -18,10 +20,11 @@ import zmq
 import zmq.asyncio
 
 from flashrec import __version__
-from flashrec.errors import FlashrecError, ProtocolError
+from flashrec.errors import FlashrecError, ProtocolError, UsageError
 from flashrec.protocol import messages as msg
 from flashrec.protocol.codec import MAX_MESSAGE_BYTES, decode, encode
-from flashrecd import jobdir, metrics
+from flashrec.protocol.jobdir import remove_stale
+from flashrecd import metrics
 from flashrecd import status as status_document
 from flashrecd.core import events as ev
 from flashrecd.eventlog import EventLog
@@ -33,8 +36,10 @@ from flashrecd.store.embedded import EmbeddedStore
 from flashrecd.supervise import Supervisor
 
 TICK_S = 0.1
-CLIENT_GONE_S = 10.0
+STOP_GRACE_S = 2.0
 MAX_REFUSALS_LOGGED = 1000
+MAX_REFUSALS_ANSWERED = 100
+MAX_PROCESSES = 4096
 FROM_PROCESS = get_args(msg.FROM_PROCESS)
 ACCEPTED = msg.FROM_PROCESS | msg.FROM_COMMAND
 
@@ -50,8 +55,9 @@ class Daemon:
         self.store: Store = EmbeddedStore()
         self._last_job: dict[str, Any] | None = None
         self._client: bytes | None = None
-        self._client_seen = 0.0
+        self._client_pidfd = -1
         self._refused = 0
+        self._refusals: Counter[bytes] = Counter()
         self._identities: dict[bytes, str] = {}
         self._metrics_address = metrics_address
         self._outbox: asyncio.Queue[tuple[bytes, bytes]] = asyncio.Queue()
@@ -60,8 +66,8 @@ class Daemon:
     async def serve(self) -> None:
         """Until stopped, or SIGTERM / SIGINT."""
         os.umask(0o077)
-        for path in jobdir.remove_stale():
-            self.log.write("cleaned", f"{path} belonged to a daemon that is dead")
+        for path in remove_stale():
+            self.log.write("cleaned", f"{path} was left behind by processes that are dead")
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
@@ -102,12 +108,19 @@ class Daemon:
         self._stopped.set()
 
     async def _end_everything(self) -> None:
+        if self.job is not None:
+            self.job.feed(ev.Stop("the daemon was stopped", hard=False))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STOP_GRACE_S):
+                    while self.job is not None:
+                        await asyncio.sleep(0.01)
         left = await self.supervisor.shutdown(grace_s=1.0)
         for what in left:
             self.log.write("left behind", what)
         if self.job is not None:
-            self._reply(self._client, msg.JobEnded(self.job.name, 143, "the daemon was stopped"))
-            jobdir.remove(self.job.shm_dir)
+            self._reply(self._client, msg.JobEnded(self.job.name, 130, "the daemon was stopped"))
+            self.job.directory.remove()
+        self._forget_client()
         while not self._outbox.empty():
             identity, data = self._outbox.get_nowait()
             await self._socket.send_multipart([identity, data])
@@ -125,6 +138,9 @@ class Daemon:
                 self._refuse(frames[0], "protocol", str(error))
             except FlashrecError as error:
                 self._reply(frames[0], msg.Refused(type(error).__name__, str(error)))
+            except Exception:  # a bug of ours that one message found: the others' job goes on
+                self.log.write("internal error", traceback.format_exc())
+                self._refuse(frames[0], "internal", "an error inside the daemon; its event log has it")
 
     async def _deliver(self) -> None:
         while True:
@@ -135,12 +151,22 @@ class Daemon:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            if self.job is None:
-                continue
-            self.job.tick()
-            if self._client is not None and time.monotonic() - self._client_seen > CLIENT_GONE_S:
-                self._client, self.job.has_listener = None, False
-                self.job.feed(ev.Stop("the command line that submitted the job is gone", hard=True))
+            if self.job is not None:
+                self.job.tick()
+
+    def _client_ended(self) -> None:
+        """The process that submitted the job is gone."""
+        self._forget_client()
+        if self.job is not None:
+            self.job.has_listener = False
+            self.job.feed(ev.Stop("the command line that submitted the job is gone", hard=True))
+
+    def _forget_client(self) -> None:
+        self._client = None
+        if self._client_pidfd >= 0:
+            asyncio.get_running_loop().remove_reader(self._client_pidfd)
+            os.close(self._client_pidfd)
+            self._client_pidfd = -1
 
     def _exited(self, proc: str, code: int | None, number: int | None) -> None:
         if self._shards.exited(proc):
@@ -157,7 +183,11 @@ class Daemon:
         self._refused += 1
         if self._refused <= MAX_REFUSALS_LOGGED:
             self.log.write("refused", reason)
-        self._reply(identity, msg.Refused(kind, reason))
+        if len(self._refusals) > MAX_REFUSALS_ANSWERED:
+            self._refusals.clear()
+        self._refusals[identity] += 1
+        if self._refusals[identity] <= MAX_REFUSALS_ANSWERED:  # it may never read what we answer
+            self._reply(identity, msg.Refused(kind, reason))
 
     # --- messages ---------------------------------------------------------------------------------------
 
@@ -170,8 +200,7 @@ class Daemon:
                 self._submit(identity, message)
             case msg.Present():
                 if identity == self._client and self.job is not None:
-                    self._client_seen = time.monotonic()
-                    self.job.num_output_seen = message.num_lines
+                    self.job.output_seen_bytes = message.num_bytes
             case msg.StopJob():
                 if self.job is None or self.job.name != message.job:
                     self._reply(identity, msg.Refused("job", f"no job {message.job} runs here"))
@@ -220,21 +249,34 @@ class Daemon:
         if self.job is not None:
             self._reply(identity, msg.Refused("busy", f"job {self.job.name} runs here already"))
             return
+        if message.start_method not in msg.START_METHODS or message.pull not in msg.PULLS:
+            raise ProtocolError(f"no start method {message.start_method!r:.40} or pull {message.pull!r:.40}")
+        if message.world_size + message.num_standbys > MAX_PROCESSES:
+            raise UsageError(f"a daemon takes at most {MAX_PROCESSES} ranks and standbys")
+        try:
+            client_pidfd = os.pidfd_open(message.pid)
+        except (OSError, OverflowError):
+            raise ProtocolError(f"process {message.pid}, which submits a job, does not exist") from None
         name = secrets.token_hex(3)
         log_dir = Path(message.log_dir) if message.log_dir else self.run.path / "jobs"
-        self.job = JobRun(
-            name,
-            message,
-            supervisor=self.supervisor,
-            log=self.log,
-            log_dir=log_dir,
-            address=self.run.address,
-            shard_address=self._shards.address,
-            send=self._reply,
-            tell=lambda note: self._reply(self._client, note),
-            ended=self._job_ended,
-        )
-        self._client, self._client_seen = identity, time.monotonic()
+        try:
+            self.job = JobRun(
+                name,
+                message,
+                supervisor=self.supervisor,
+                log=self.log,
+                log_dir=log_dir,
+                address=self.run.address,
+                shard_address=self._shards.address,
+                send=self._reply,
+                tell=lambda note: self._reply(self._client, note),
+                ended=self._job_ended,
+            )
+        except BaseException:
+            os.close(client_pidfd)
+            raise
+        self._client, self._client_pidfd = identity, client_pidfd
+        asyncio.get_running_loop().add_reader(client_pidfd, self._client_ended)
         self.store.put(f"job/{name}", message.target.encode(), None)
         self.log.listener = lambda line: self._reply(self._client, msg.Happened(line))
         self._reply(identity, msg.Submitted(name, str(log_dir / name), str(self.job.shm_dir)))
@@ -243,6 +285,8 @@ class Daemon:
         self.job.start()
 
     def _signal_rank(self, identity: bytes, message: msg.SignalRank) -> None:
+        if message.signal not in set(signal.Signals):
+            raise ProtocolError(f"there is no signal {message.signal}")
         members = self.job.core.state.members if self.job is not None else ()
         if not 0 <= message.rank < len(members):
             self._reply(identity, msg.Refused("rank", f"no rank {message.rank} runs here"))
@@ -262,4 +306,5 @@ class Daemon:
         self.store.delete(f"job/{self.job.name}")
         self.log.listener = None
         self._reply(self._client, msg.JobEnded(self.job.name, code, reason))
-        self.job, self._client = None, None
+        self.job = None
+        self._forget_client()

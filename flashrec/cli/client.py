@@ -17,6 +17,7 @@ import zmq
 from flashrec.errors import DaemonUnavailable, EnvironmentFault, UsageError, VersionMismatch
 from flashrec.protocol import messages as msg
 from flashrec.protocol.codec import MAX_MESSAGE_BYTES, decode, encode
+from flashrec.protocol.jobdir import remove_stale
 from flashrec.protocol.places import default_run_dir
 
 ANSWER_S = 10.0
@@ -24,21 +25,42 @@ START_S = 20.0
 
 
 class Client:
-    """One DEALER socket. `receive()` gives None when nothing came in time."""
+    """One DEALER socket. `receive()` gives None when nothing came in time, or a signal did."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, *, private: bool = False) -> None:
         self.run_dir = run_dir
+        self.private = private  # the daemon is this command's own
+        self._poller = zmq.Poller()
+        self._signals = -1
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._socket.connect(f"ipc://{run_dir / 'control.sock'}")
+        self._poller.register(self._socket, zmq.POLLIN)
+
+    @contextlib.contextmanager
+    def woken_by_signals(self) -> Iterator[None]:
+        """Inside, a signal that Python handles ends a `receive()` at once. For the main thread."""
+        self._signals, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._poller.register(self._signals, zmq.POLLIN)
+        before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
+            self._poller.unregister(self._signals)
+            for fd in (self._signals, writer):
+                os.close(fd)
 
     def send(self, message: msg.Message) -> None:
         self._socket.send(encode(message))
 
     def receive(self, timeout_s: float) -> msg.Message | None:
-        if not self._socket.poll(max(0, int(timeout_s * 1000))):
+        ready = dict(self._poller.poll(max(0, int(timeout_s * 1000))))
+        if self._signals in ready:
+            os.read(self._signals, 4096)
+        if self._socket not in ready:
             return None
         return decode(self._socket.recv(), msg.TO_COMMAND)
 
@@ -90,9 +112,9 @@ def connect(run_dir: Path | None) -> Client:
 @contextlib.contextmanager
 def private_daemon() -> Iterator[Client]:
     """A daemon for this command alone, gone with it, whatever happens to either."""
-    with tempfile.TemporaryDirectory(prefix="flashrec-") as folder:
-        run_dir = Path(folder) / "run"
-        log = Path(folder) / "daemon.log"
+    with tempfile.TemporaryDirectory(prefix="flashrec-", ignore_cleanup_errors=True) as folder:
+        run_dir = Path(folder)
+        log = run_dir / "daemon.log"
         _become_subreaper()
         with open(log, "wb") as output:
             daemon = subprocess.Popen(
@@ -109,8 +131,14 @@ def private_daemon() -> Iterator[Client]:
                     text = log.read_text(errors="replace").strip()
                     raise EnvironmentFault(f"the daemon did not start: {text or 'no output'}")
                 time.sleep(0.01)
-            with Client(run_dir) as client:
+            with Client(run_dir, private=True) as client:
                 yield client
+        except DaemonUnavailable as error:
+            daemon.kill()
+            number = -daemon.wait()
+            how = f"{signal.Signals(number).name}" if number > 0 else f"exit code {-number}"
+            text = log.read_text(errors="replace").strip()
+            raise DaemonUnavailable(f"{error} ({how}){': ' + text if text else ''}") from None
         finally:
             daemon.terminate()
             try:
@@ -119,6 +147,7 @@ def private_daemon() -> Iterator[Client]:
                 daemon.kill()
                 daemon.wait()
             _end_orphans()
+            remove_stale()  # a daemon that was killed could not
 
 
 def _become_subreaper() -> None:

@@ -20,7 +20,8 @@ from flashrec.protocol import messages as msg
 from flashrec.protocol.places import default_run_dir
 
 PRESENT_S = 1.0
-TELL_LINES = 1000
+TELL_BYTES = 256 << 10
+INTERRUPTED = 130
 # Variables that describe the submitting terminal rather than the job.
 NOT_PASSED_ON = ("FLASHREC_DIR",)
 STREAMS = {"0": (), "1": ("stdout",), "2": ("stderr",), "3": ("stdout", "stderr")}
@@ -61,6 +62,14 @@ STREAMS = {"0": (), "1": ("stdout",), "2": ("stderr",), "3": ("stdout", "stderr"
     help="How ranks start: forked from a process that has torch imported, or as fresh interpreters.",
 )
 @click.option(
+    "--preload",
+    multiple=True,
+    default=["flashrec.warm"],
+    show_default="flashrec.warm, which is torch",
+    metavar="MODULE",
+    help="What the process that ranks are forked from imports; may be given several times.",
+)
+@click.option(
     "--pull",
     type=click.Choice(["shm", "zmq"]),
     default="shm",
@@ -87,13 +96,14 @@ STREAMS = {"0": (), "1": ("stdout",), "2": ("stderr",), "3": ("stdout", "stderr"
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(
     nproc_per_node: int, standby: int, module: bool, max_restarts: int | None, log_dir: Path | None, tee: str,
-    start_method: str, pull: str, suspect_after: float, events: bool, directory: Path | None, target: str,
-    arguments: tuple[str, ...],
+    start_method: str, preload: tuple[str, ...], pull: str, suspect_after: float, events: bool,
+    directory: Path | None, target: str, arguments: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Run TARGET on this machine under a daemon, or under one of its own if none runs."""
     shown = _streams(tee)
     submit = msg.Submit(
         release=__version__,
+        pid=os.getpid(),
         target=_checked(target, module),
         module=module,
         args=arguments,
@@ -105,6 +115,7 @@ def run(
         max_restarts=max_restarts,
         log_dir=str(log_dir.absolute()) if log_dir else None,
         start_method=start_method,
+        preload=preload,
         pull=pull,
         suspect_after_s=suspect_after,
     )
@@ -175,7 +186,8 @@ class Submission:
         self._world_size = submit.world_size
         self._interrupts = 0
         self._passed_on = 0
-        self._num_lines = 0
+        self._writing = False
+        self._num_bytes = 0
         self._num_told = 0
         self._present_at = 0.0
         answer = client.ask(submit)
@@ -183,39 +195,42 @@ class Submission:
             raise ProtocolError(f"expected Submitted, not {type(answer).__name__}")
         self.job = answer.job
         self.shm_dir = Path(answer.shm_dir)
+        self.log_dir = Path(answer.log_dir)
         self.ended: msg.JobEnded | None = None
 
     def follow(self) -> int:
         """Until the job's end; returns its exit code."""
         before = {n: signal.signal(n, self._interrupted) for n in (signal.SIGINT, signal.SIGTERM)}
         try:
-            while self.ended is None:
-                self.poll(PRESENT_S)
+            with self._client.woken_by_signals():
+                while self.ended is None:
+                    self.poll(PRESENT_S)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
         code, reason = self.ended.code, self.ended.reason
         if code:
-            print(f"flashrec: job {self.job} failed: {reason}", file=sys.stderr, flush=True)
+            how = "ended" if code == INTERRUPTED else "failed"
+            print(f"flashrec: job {self.job} {how}: {reason}", file=sys.stderr, flush=True)
         return code
 
     def poll(self, timeout_s: float) -> msg.Message | None:
         """One message, dealt with; None if none came."""
-        if self._interrupts > self._passed_on:
-            self._passed_on = self._interrupts
-            self._client.send(msg.StopJob(self.job, hard=self._interrupts > 1))
+        self._pass_on_interrupts()
         now = time.monotonic()
-        if now > self._present_at or self._num_lines >= self._num_told + TELL_LINES:
-            self._present_at, self._num_told = now + PRESENT_S, self._num_lines
-            self._client.send(msg.Present(self.job, self._num_lines))
+        if now > self._present_at or self._num_bytes >= self._num_told + TELL_BYTES:
+            self._present_at, self._num_told = now + PRESENT_S, self._num_bytes
+            self._client.send(msg.Present(self.job, self._num_bytes))
         message = self._client.receive(timeout_s)
         match message:
             case None:
                 if not daemon_runs_in(self._client.run_dir):
-                    raise DaemonUnavailable(f"the daemon of job {self.job} is gone")
+                    raise DaemonUnavailable(self._orphaned())
             case msg.Output():
-                self._num_lines += 1
+                self._num_bytes += len(message.data) + msg.OUTPUT_OVERHEAD_BYTES
+                self._writing = True
                 self._show(message)
+                self._writing = False
             case msg.Happened() if self._show_events:
                 event = json.loads(message.line)
                 where = " ".join(f"{k} {event[k]}" for k in ("rank", "step") if event[k] is not None)
@@ -234,7 +249,24 @@ class Submission:
         out.buffer.write(prefix.encode() + output.data + b"\n")
         out.buffer.flush()
 
+    def _orphaned(self) -> str:
+        if self._client.private:
+            return f"the daemon of job {self.job} is gone, and the job with it"
+        return (
+            f"the daemon of job {self.job} is gone. Its ranks train on for as long as none of them is lost; "
+            f"what they print is in {self.log_dir}"
+        )
+
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
         self._interrupts += 1
         if self._interrupts == 1:
             print("flashrec: ending the job; once more to end it at once", file=sys.stderr, flush=True)
+        elif self._interrupts > 2:
+            raise KeyboardInterrupt
+        if self._writing:  # perhaps for ever: nobody reads what the job prints
+            self._pass_on_interrupts()
+
+    def _pass_on_interrupts(self) -> None:
+        if self._interrupts > self._passed_on:
+            self._passed_on = self._interrupts
+            self._client.send(msg.StopJob(self.job, hard=self._interrupts > 1))

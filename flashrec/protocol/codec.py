@@ -2,6 +2,8 @@
 
 Decoding trusts nothing: size, structure, number and type of every field are checked against the
 message's annotations before a value is made, and whatever is wrong is a ProtocolError that says what.
+
+Text may hold what a path or a variable holds: bytes that are not UTF-8 travel as Python's surrogate escapes.
 """
 
 import types
@@ -25,7 +27,9 @@ def encode(message: messages.Message) -> bytes:
     """`message` as bytes."""
     kind = type(message)
     values = [getattr(message, field.name) for field in fields(kind)]
-    packed: bytes = msgpack.packb([PROTOCOL, kind.__name__, *values], use_bin_type=True)
+    packed: bytes = msgpack.packb(
+        [PROTOCOL, kind.__name__, *values], use_bin_type=True, unicode_errors="surrogateescape"
+    )
     return packed
 
 
@@ -34,7 +38,7 @@ def decode(data: bytes | memoryview, allowed: Any = messages.Message) -> message
     if len(data) > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"a message of {len(data)} bytes; the limit is {MAX_MESSAGE_BYTES}")
     try:
-        parts = msgpack.unpackb(data, raw=False, use_list=False, strict_map_key=True)
+        parts = msgpack.unpackb(data, use_list=False, unicode_errors="surrogateescape")
     except Exception as error:  # msgpack raises a dozen kinds, some of them ValueError, some its own
         raise ProtocolError(f"not msgpack: {type(error).__name__}: {error}") from None
     if not isinstance(parts, tuple) or len(parts) < 2 or parts[0] != PROTOCOL or isinstance(parts[0], bool):

@@ -211,11 +211,19 @@ class Released:
 # --- command lines ------------------------------------------------------------------------------------
 
 
+START_METHODS = ("fork", "fresh")
+PULLS = ("shm", "zmq")
+OUTPUT_OVERHEAD_BYTES = 64
+"""What a line of output counts besides its bytes, where it is counted how much waits to be shown."""
+
+
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Run a job. `target` is a script's path, or a module's name with `module`."""
+    """Run a job. `target` is a script's path, or a module's name with `module`. The job ends when the process
+    `pid`, which submits it, does."""
 
     release: str
+    pid: int
     target: str
     module: bool
     args: tuple[str, ...]
@@ -226,8 +234,9 @@ class Submit:
     num_standbys: int
     max_restarts: int | None
     log_dir: str | None
-    start_method: str
-    pull: str
+    start_method: str  # one of START_METHODS
+    preload: tuple[str, ...]  # modules the fork server imports
+    pull: str  # one of PULLS
     suspect_after_s: float
 
 
@@ -263,10 +272,10 @@ class JobEnded:
 
 @dataclass(frozen=True, slots=True)
 class Present:
-    """A submitting command line is still there; `num_lines` of output have reached it so far."""
+    """A submitting command line has dealt with `num_bytes` of output so far (see OUTPUT_OVERHEAD_BYTES)."""
 
     job: str
-    num_lines: int
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

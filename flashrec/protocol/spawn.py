@@ -68,7 +68,8 @@ class ProcSpec:
                 "cwd": self.cwd,
                 "program": dict(self.program),
                 "env": dict(self.env),
-            }
+            },
+            unicode_errors="surrogateescape",  # an argument or a path may be any bytes
         )
         if len(data) > MAX_SPEC_BYTES:
             raise UsageError(
@@ -105,7 +106,9 @@ def unpack_map(data: bytes, max_bytes: int) -> dict[str, object]:
     if len(data) > max_bytes:
         raise ProtocolError(f"a message of {len(data)} bytes where at most {max_bytes} are allowed")
     try:
-        message = msgpack.unpackb(data)  # its limits follow from the length of `data`
+        message = msgpack.unpackb(
+            data, unicode_errors="surrogateescape"
+        )  # its limits follow from the length of `data`
     except (ValueError, msgpack.UnpackException) as error:
         raise ProtocolError(f"a message that is not msgpack: {error!r}") from error
     if not isinstance(message, dict) or not all(isinstance(key, str) for key in message):

@@ -32,16 +32,14 @@ class EmbeddedStore(Store):
 
     def acquire(self, name: str, holder: str, ttl_s: float, now: float) -> Lease | None:
         current = self._leases.get(name)
-        if current is not None and current.holder != holder and current.expires_at > now:
-            return None
-        if current is None or current.holder != holder or current.expires_at <= now:
+        if current is None or current.expires_at <= now:
             self._token += 1
-        token = (
-            self._token
-            if current is None or current.holder != holder or current.expires_at <= now
-            else current.token
-        )
-        lease = self._leases[name] = Lease(holder, token, now + ttl_s)
+            lease = Lease(holder, self._token, now + ttl_s)
+        elif current.holder == holder:
+            lease = current._replace(expires_at=now + ttl_s)
+        else:
+            return None
+        self._leases[name] = lease
         return lease
 
     def release(self, name: str, token: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -127,17 +127,20 @@ class Tail:
             pause_s = self._shortest_pause_s if self.poll() else min(pause_s * 1.5, self._longest_pause_s)
             await asyncio.sleep(pause_s)
 
-    async def finish(self, proc: str) -> None:
+    async def finish(self, proc: str, room: Callable[[], Awaitable[None]] | None = None) -> None:
         """Deliver the rest of an ended process's output, a last line without newline included, and let go.
+        `room` is awaited before each read: whoever takes the lines may not be ready for more.
 
         What its descendants print after the call may be missing from the stream; the files have it.
         """
         group = self._followed.get(proc, [])
         for followed in group:
             end = _size(followed)
-            while followed.position < end and self._read(followed):
+            while followed.position < end:
                 # Let a heartbeat through between two reads of a long file.
-                await asyncio.sleep(0)
+                await (room() if room is not None else asyncio.sleep(0))
+                if not self._read(followed):
+                    break
         # Unless another call for the same process was faster.
         if self._followed.get(proc) is group and group:
             del self._followed[proc]
