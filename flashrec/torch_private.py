@@ -1,0 +1,263 @@
+"""Every private name of torch this package relies on, in one place.
+
+Each was checked on the torch version beside it. `check()` says which one moved, at start and in
+words, instead of an AttributeError in the middle of a recovery.
+
+What DistributedDataParallel needs around a replacement
+-------------------------------------------------------
+DDP chooses its buckets twice: at construction by parameter order, and again before its second
+forward by the order in which gradients arrived in the first backward, when rank 0's choice is
+broadcast. A replacement would make that broadcast alone, and reduce with other buckets than the
+survivors. So it *rehearses*: forward and backward while detached, then the rebuild. Survivors of a
+failure in the first steps have seen a backward that did not count. Bits depend on the buckets (gloo
+sums each element in an order that follows from its place in one), so before step `v` is done again
+every rank, detached or latched, calls `settle_buckets(ddp, v)`, a replacement after
+`rehearsals(ddp, v)` forwards and backwards (more do no harm). Then `bucket_digest` agrees everywhere,
+and the buckets are those of an undisturbed run.
+
+- `find_unused_parameters=True`: DDP never rebuilds, `has_rebuilt` stays False, nobody rehearses.
+- `static_graph=True`: DDP learns the graph in its first backward and rebuilds before its *third*
+  forward, so a rehearsal takes two passes from version 2 on. A standby that ran both ahead of time
+  cannot join at version 1: its digest differs.
+- Communication hooks go through the same in-place group and need nothing for the transport. Their
+  *state* is another matter: PowerSGD keeps an iteration count, a low-rank basis and the error of the
+  last compression. A rehearsal, and a step that is thrown away, change them. Whoever redoes a step
+  must put them back, and a replacement must load them (its own rank's: the error differs by rank).
+  `comm_hook_state` finds the object. The stateless hooks (all-reduce, fp16 and bf16 compression)
+  need nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from flashrec.errors import EnvironmentFault
+
+CHECKED_ON = "2.13.0"
+
+try:
+    # `torch.distributed.Store` at run time, which its type stubs do not show.
+    from torch._C._distributed_c10d import Store as Store
+except ImportError as error:
+    raise EnvironmentFault(
+        f"torch {torch.__version__} has no distributed package flashrec can use ({error}). "
+        f"Install torch {CHECKED_ON}, the version flashrec was checked on."
+    ) from error
+
+# "module:attribute.attribute" -> the torch version it was last checked on.
+NAMES: dict[str, str] = {
+    "torch._C._distributed_c10d:ProcessGroup._register_backend": CHECKED_ON,
+    "torch._C._distributed_c10d:ProcessGroup._set_default_backend": CHECKED_ON,
+    "torch._C._distributed_c10d:ProcessGroup.BackendType.GLOO": CHECKED_ON,
+    "torch._C._distributed_c10d:ProcessGroupGloo._Options": CHECKED_ON,
+    "torch._C._distributed_c10d:ProcessGroupGloo._Options._devices": CHECKED_ON,
+    "torch._C._distributed_c10d:ProcessGroupGloo._Options._threads": CHECKED_ON,
+    "torch._C._distributed_c10d:ProcessGroupGloo._Options._timeout": CHECKED_ON,
+    "torch._C._distributed_c10d:ProcessGroupGloo.create_device": CHECKED_ON,
+    "torch._C._distributed_c10d:Work._source_rank": CHECKED_ON,
+    "torch._C._distributed_c10d:_set_global_rank": CHECKED_ON,
+    "torch._C._distributed_c10d:Reducer._rebuild_buckets": CHECKED_ON,
+    "torch._C._distributed_c10d:Reducer._reset_state": CHECKED_ON,
+    "torch._C._distributed_c10d:Reducer._set_ddp_runtime_logging_sample_rate": CHECKED_ON,
+    "torch._C._distributed_c10d:Logger._get_ddp_logging_data": CHECKED_ON,
+    "torch._C._distributed_c10d:Logger.set_runtime_stats_and_log": CHECKED_ON,
+    "torch._C._distributed_c10d:_register_comm_hook": CHECKED_ON,
+    "torch._C._distributed_c10d:BuiltinCommHookType.FP16_COMPRESS": CHECKED_ON,
+    "torch.nn.parallel:DistributedDataParallel._build_params_for_reducer": CHECKED_ON,
+    "torch.nn.parallel:DistributedDataParallel._build_debug_param_to_name_mapping": CHECKED_ON,
+    "torch.nn.parallel:DistributedDataParallel._ddp_init_helper": CHECKED_ON,
+    "torch.nn.parallel:DistributedDataParallel._register_builtin_comm_hook": CHECKED_ON,
+    "torch.nn.parallel:DistributedDataParallel._set_static_graph": CHECKED_ON,
+    "torch.distributed.distributed_c10d:Backend.backend_list": CHECKED_ON,
+    "torch.distributed.distributed_c10d:all_gather_object": CHECKED_ON,
+    "torch.distributed.distributed_c10d:gather_object": CHECKED_ON,
+    "torch.distributed.distributed_c10d:scatter_object_list": CHECKED_ON,
+    "torch.distributed.distributed_c10d:broadcast_object_list": CHECKED_ON,
+    "torch.distributed.distributed_c10d:send_object_list": CHECKED_ON,
+    "torch.distributed.distributed_c10d:recv_object_list": CHECKED_ON,
+}
+
+# Attributes DDP's constructor sets; there is no class attribute to look at without an instance.
+DDP_ATTRIBUTES = (
+    "_has_rebuilt_buckets",
+    "_comm_hooks",
+    "static_graph",
+)
+
+_OBJECT_COLLECTIVES = (
+    "all_gather_object",
+    "gather_object",
+    "scatter_object_list",
+    "broadcast_object_list",
+    "send_object_list",
+    "recv_object_list",
+)
+
+# kDDPRuntimeLoggingSampleRate in c10d/reducer.hpp; there is no way to read the present one.
+_DDP_LOGGING_SAMPLE_RATE = 100
+
+
+def check() -> None:
+    """Raise EnvironmentFault that names every private name this torch no longer has."""
+    moved = [f"{name.replace(':', '.')} (seen in {at})" for name, at in NAMES.items() if not _exists(name)]
+    source = inspect.getsource(DistributedDataParallel)
+    moved += [
+        f"DistributedDataParallel.{name} (seen in {CHECKED_ON})"
+        for name in DDP_ATTRIBUTES
+        if f"self.{name}" not in source
+    ]
+    if moved:
+        raise EnvironmentFault(
+            f"torch {torch.__version__} lacks what flashrec relies on: {', '.join(moved)}. "
+            f"Install torch {CHECKED_ON}, the version flashrec was checked on."
+        )
+
+
+def object_collective_codes() -> frozenset[CodeType]:
+    """Code objects of torch's object collectives, to recognise one on the stack."""
+    return function_codes(*_OBJECT_COLLECTIVES)
+
+
+def function_codes(*names: str) -> frozenset[CodeType]:
+    """Code objects of functions of torch.distributed, below the wrappers around them."""
+    module = importlib.import_module("torch.distributed.distributed_c10d")
+    return frozenset(inspect.unwrap(getattr(module, name)).__code__ for name in names)
+
+
+def set_global_rank(rank: int) -> None:
+    """Tell c10d's own log lines which rank this process has become."""
+    module: Any = importlib.import_module("torch._C._distributed_c10d")
+    module._set_global_rank(rank)
+
+
+def ddp_modules(model: nn.Module) -> list[DistributedDataParallel]:
+    """The DistributedDataParallel modules in `model` (itself included), outermost first."""
+    return [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+
+
+def rebuild_buckets(ddp: DistributedDataParallel) -> bool:
+    """Choose the final buckets now, by the gradient arrival order of the last backward.
+
+    Broadcasts rank 0's choice, so either every rank calls it or the groups are detached.
+
+    Returns:
+        True if the buckets were rebuilt by this call; False if they had been before, never are
+        (`find_unused_parameters`), or no backward has run yet.
+    """
+    if ddp.reducer._rebuild_buckets():
+        ddp._has_rebuilt_buckets = True
+        return True
+    return False
+
+
+def reset_buckets(ddp: DistributedDataParallel) -> None:
+    """Give `ddp` a fresh reducer, with the buckets it had before its first backward.
+
+    Gradients stay as they are, communication hooks are registered again. Runs no collective.
+    """
+    parameters, expect_sparse = ddp._build_params_for_reducer()
+    names = ddp._build_debug_param_to_name_mapping(parameters)
+    builtin_hook = str(_logging_data(ddp).get("comm_hook", ""))
+    ddp._has_rebuilt_buckets = False
+    del ddp.reducer, ddp.logger  # the reducer's hooks on the parameters go with it
+    static_graph, ddp.static_graph = ddp.static_graph, False
+    ddp._ddp_init_helper(parameters, expect_sparse, names, static_graph)
+    if ddp.mixed_precision is not None:
+        reducer: Any = ddp.reducer
+        reducer._set_mixed_precision_param_dtype(ddp.mixed_precision.param_dtype)
+    if static_graph:
+        ddp._set_static_graph()
+    module: Any = importlib.import_module("torch._C._distributed_c10d")
+    for hook, state in ddp._comm_hooks:
+        module._register_comm_hook(ddp.reducer, state, hook)
+    if builtin_hook.startswith("BuiltinCommHookType."):
+        kind = getattr(module.BuiltinCommHookType, builtin_hook.partition(".")[2])
+        ddp._register_builtin_comm_hook(kind)
+
+
+def settle_buckets(ddp: DistributedDataParallel, version: int) -> None:
+    """Bring DDP's buckets to where an undisturbed run has them before step `version`.
+
+    May rebuild them, which is a broadcast: call it while the groups are detached or latched.
+    """
+    due = backwards_to_rebuild(ddp)
+    if version == 0:
+        reset_buckets(ddp)
+    elif version >= due:
+        rebuild_buckets(ddp)
+    elif not has_rebuilt(ddp):
+        # Static graph at version 1: forget the arrival order of a backward that did not count.
+        ddp.reducer._reset_state()
+
+
+def rehearsals(ddp: DistributedDataParallel, version: int) -> int:
+    """How many detached forwards and backwards a replacement runs before it settles at `version`."""
+    return min(version, backwards_to_rebuild(ddp))
+
+
+def has_rebuilt(ddp: DistributedDataParallel) -> bool:
+    """Whether DDP has chosen its final buckets."""
+    if ddp._has_rebuilt_buckets:
+        return True
+    return bool(_logging_data(ddp).get("has_rebuilt_buckets", 0))
+
+
+def bucket_digest(ddp: DistributedDataParallel) -> str:
+    """Hex digest of which parameters share which bucket; equal on all ranks or they cannot reduce.
+
+    Returns "" if DDP reduces nothing (no parameter requires a gradient). Costs tens of
+    microseconds and no memory: it reads DDP's own description of its buckets.
+    """
+    data = _logging_data(ddp)
+    if data.get("rebuilt_per_bucket_param_indices"):
+        layout = f"{data['rebuilt_bucket_sizes']}|{data['rebuilt_per_bucket_param_indices']}"
+    elif data.get("bucket_sizes"):
+        # Before the rebuild the buckets follow from the parameters' order and sizes alone.
+        layout = f"initial|{data['bucket_sizes']}"
+    else:
+        return ""
+    return hashlib.blake2b(layout.encode(), digest_size=16).hexdigest()
+
+
+def backwards_to_rebuild(ddp: DistributedDataParallel) -> int:
+    """How many backward passes a fresh `ddp` needs to choose its final buckets; 0 if it never does."""
+    if ddp.static_graph:
+        return 2
+    return 0 if ddp.find_unused_parameters else 1
+
+
+def comm_hook_state(ddp: DistributedDataParallel) -> list[Any]:
+    """States of the Python communication hooks registered on `ddp` (None where one has none)."""
+    return [state for _hook, state in ddp._comm_hooks]
+
+
+def _logging_data(ddp: DistributedDataParallel) -> dict[str, Any]:
+    # The description is refreshed every 100th iteration only, unless asked for each.
+    reducer, logger = ddp.reducer, ddp.logger
+    assert logger is not None
+    reducer._set_ddp_runtime_logging_sample_rate(1)
+    try:
+        logger.set_runtime_stats_and_log()
+    finally:
+        reducer._set_ddp_runtime_logging_sample_rate(_DDP_LOGGING_SAMPLE_RATE)
+    data = logger._get_ddp_logging_data()
+    return {**data.strs_map, **data.ints_map}
+
+
+def _exists(name: str) -> bool:
+    module_name, _, path = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError):
+        return False
+    return True
