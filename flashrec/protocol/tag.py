@@ -145,6 +145,8 @@ class TagReader:
             fields = _LAYOUT.unpack(self._map[:SIZE_BYTES])
             if before == self._map[4:8] and before[0] % 2 == 0:
                 break
+        if fields[0] == 0:
+            return None  # the file was just made, and nothing written to it yet
         if fields[0] != MAGIC:
             raise IntegrityError(f"{self.path} is not a tag")
         return Tag(*fields[2:])
