@@ -16,14 +16,17 @@ class Rendezvous:
         self._generation = 0
         self._values: dict[str, bytes] = {}
         self._waiting: dict[str, list[str]] = {}
+        self._num_waiting = 0
 
     def put(self, generation: int, key: str, value: bytes) -> None:
         if not self._current(generation):
             return
-        if len(value) > MAX_VALUE_BYTES or len(self._values) >= MAX_KEYS:
+        full = len(self._values) >= MAX_KEYS and key not in self._values
+        if len(value) > MAX_VALUE_BYTES or full:
             raise ProtocolError(f"the rendezvous has no room for {key!r:.80} ({len(value)} bytes)")
         self._values[key] = value
         for requester in self._waiting.pop(key, []):
+            self._num_waiting -= 1
             self._answer(requester, generation, key, value)
 
     def get(self, requester: str, generation: int, key: str) -> None:
@@ -31,11 +34,14 @@ class Rendezvous:
             return
         if key in self._values:
             self._answer(requester, generation, key, self._values[key])
+        elif self._num_waiting >= MAX_KEYS:
+            raise ProtocolError(f"the rendezvous has no room for another fetch of {key!r:.80}")
         else:
+            self._num_waiting += 1
             self._waiting.setdefault(key, []).append(requester)
 
     def _current(self, generation: int) -> bool:
         """A newer generation clears the table; what bears an older one is fenced off."""
         if generation > self._generation:
-            self._generation, self._values, self._waiting = generation, {}, {}
+            self._generation, self._values, self._waiting, self._num_waiting = generation, {}, {}, 0
         return generation == self._generation

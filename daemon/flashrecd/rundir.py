@@ -48,10 +48,13 @@ class RunDirectory:
             os.close(self._lock)
             raise EnvironmentFault(f"a daemon (pid {self._other_pid()}) runs in {path} already") from None
         # The lock is ours, so a socket that lies here belongs to nobody any more.
-        with contextlib.suppress(FileNotFoundError):
-            self.socket_path.unlink()
-        (path / "daemon.json").write_text(json.dumps({"pid": os.getpid(), "release": __version__}))
-        (path / "jobs").mkdir(mode=0o700, exist_ok=True)
+        try:
+            self.socket_path.unlink(missing_ok=True)
+            (path / "daemon.json").write_text(json.dumps({"pid": os.getpid(), "release": __version__}))
+            (path / "jobs").mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            self.close()
+            raise EnvironmentFault(f"cannot write in the run directory {path}: {error.strerror}") from None
 
     @property
     def socket_path(self) -> Path:
@@ -64,11 +67,11 @@ class RunDirectory:
     def _other_pid(self) -> object:
         try:
             return json.loads((self.path / "daemon.json").read_text())["pid"]
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError):
             return "unknown"
 
     def close(self) -> None:
         for path in (self.socket_path, self.path / "daemon.json"):
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
                 path.unlink()
         os.close(self._lock)

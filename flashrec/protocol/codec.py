@@ -41,7 +41,7 @@ def decode(data: bytes | memoryview, allowed: Any = messages.Message) -> message
         parts = msgpack.unpackb(data, use_list=False, unicode_errors="surrogateescape")
     except Exception as error:  # msgpack raises a dozen kinds, some of them ValueError, some its own
         raise ProtocolError(f"not msgpack: {type(error).__name__}: {error}") from None
-    if not isinstance(parts, tuple) or len(parts) < 2 or parts[0] != PROTOCOL or isinstance(parts[0], bool):
+    if not isinstance(parts, tuple) or len(parts) < 2 or type(parts[0]) is not int or parts[0] != PROTOCOL:
         raise ProtocolError(f"not a message of protocol {PROTOCOL}")
     kind = _KINDS.get(parts[1]) if isinstance(parts[1], str) else None
     if kind is None or kind not in get_args(allowed):

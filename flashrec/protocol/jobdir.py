@@ -43,12 +43,12 @@ class JobDirectory:
                     f"{MIN_FREE_BYTES >> 20} MiB there, and room for its state"
                 )
             path.mkdir(mode=0o700)
+            made = cls.hold(path)
             try:
-                made = cls.hold(path)
                 for folder in FOLDERS:
                     (path / folder).mkdir(mode=0o700)
             except BaseException:
-                shutil.rmtree(path, ignore_errors=True)
+                made.remove()
                 raise
         except OSError as error:
             raise EnvironmentFault(f"cannot make {path}: {error.strerror}") from None

@@ -42,6 +42,7 @@ _PLACES = {
     Phase.LEFT: "end",
     Phase.GONE: "end",
 }
+_KNOWN_PHASES = frozenset(map(int, Phase))
 PLACES = ("start", "forward", "backward", "gate", "apply", "tail", "between", "section", "recovery", "end")
 
 
@@ -128,7 +129,8 @@ class TagWriter:
 
 
 class TagReader:
-    """The watcher's end. The file may not exist yet: then `read()` gives None."""
+    """The watcher's end. The file may not exist yet: then `read()` gives None. IntegrityError for anything but a
+    tag, EnvironmentFault when the file cannot be read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -147,7 +149,7 @@ class TagReader:
                 break
         if fields[0] == 0:
             return None  # the file was just made, and nothing written to it yet
-        if fields[0] != MAGIC:
+        if fields[0] != MAGIC or fields[2] not in _KNOWN_PHASES:
             raise IntegrityError(f"{self.path} is not a tag")
         return Tag(*fields[2:])
 
@@ -156,6 +158,8 @@ class TagReader:
             fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
             return False
+        except OSError as error:
+            raise EnvironmentFault(f"cannot read {self.path}: {error.strerror}") from None
         try:
             if os.fstat(fd).st_size < SIZE_BYTES:
                 return False
