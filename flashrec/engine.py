@@ -255,14 +255,15 @@ class Engine:
         assert self.state is not None
         assert self._machine is not None
         assert self._arena is not None
+        if self._machine.state.dirty:
+            return  # an abandoned body changed it, and the redo puts it back: what was sealed before holds
         disturbed = self.state.disturbed()
         if not disturbed and (self._start_sealed or self.version != 0):
             return
         self._start_sealed = True
-        payload = self.state.seal_private(self.feed, provisional=False)
-        self._arena.seal(
-            self._machine.state.version or 0, self._machine.state.generation, payload, again=True
-        )
+        version = self._machine.state.version or 0
+        payload = self.state.seal_private(self.feed, version=version, provisional=False)
+        self._arena.seal(version, self._machine.state.generation, payload, again=True)
         if disturbed:
             self.warn_once(
                 "disturbed",
@@ -366,7 +367,9 @@ class Engine:
                 provisional = (
                     machine.phase is Phase.IDLE
                 )  # by protect(): the script may still seed its generators
-                payload = self.state.seal_private(self.feed, provisional=provisional)
+                payload = self.state.seal_private(
+                    self.feed, version=action.version, provisional=provisional
+                )
                 self._arena.seal(action.version, machine.generation, payload)
             case ph.Vote():
                 self._handle(ph.Verdict(self._vote()))
@@ -379,6 +382,7 @@ class Engine:
                 self.state.redo.put_back()
             case ph.DiscardAbove():
                 self._arena.discard_above(action.version)
+                self.state.forget_sealed(action.version)
             case ph.Serve():
                 self._serve(action.plan)
             case ph.Install():

@@ -44,6 +44,7 @@ class ProtectedState:
             ddp for model in self.models for ddp in torch_private.ddp_modules(model)
         ]
         self._quiet: dict[str, int] | None = None
+        self._quiet_version = 0
 
     # --- layout -------------------------------------------------------------------------------------------
 
@@ -60,10 +61,11 @@ class ProtectedState:
 
     # --- private state ------------------------------------------------------------------------------------
 
-    def seal_private(self, feed: Feed | None, *, provisional: bool) -> bytes:
-        """The private state as of now, and the data position, as bytes for the arena."""
+    def seal_private(self, feed: Feed | None, *, version: int, provisional: bool) -> bytes:
+        """The private state as of now, and the data position, as bytes for the arena's slot of `version`."""
         snapshot = self.private.snapshot()
         self._quiet = None if provisional else self.private.quiet_digest(snapshot)
+        self._quiet_version = version
         position = feed.position() if feed is not None else None
         return tensors.encode({"private": snapshot, "position": position, "provisional": provisional})
 
@@ -71,6 +73,11 @@ class ProtectedState:
         """Names of the private parts that changed since the last gate sealed them; asked once after each."""
         before, self._quiet = self._quiet, None
         return [] if before is None else changed(before, self.private.quiet_digest())
+
+    def forget_sealed(self, above: int) -> None:
+        """What was sealed for versions above `above` is void: a later state need not resemble it."""
+        if self._quiet_version > above:
+            self._quiet = None
 
     def install_private(self, payload: bytes, feed: Feed | None, rank: int, world_size: int) -> None:
         """Become what `payload` describes. Loader workers start here, so that they warm up during the pull."""
