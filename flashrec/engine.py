@@ -16,6 +16,7 @@ from pathlib import Path
 from flashrec import phases as ph
 from flashrec.data import Feed
 from flashrec.errors import GroupsAborted, RecoveryFailed, StepAbandoned, UsageError
+from flashrec.gate import Gate, open_gate
 from flashrec.groups import GateBroken, GroupSet
 from flashrec.link import DaemonLost, Incoming, Link
 from flashrec.protected import ProtectedState
@@ -48,6 +49,7 @@ class Engine:
         self._arena: Arena | None = None
         self._tag: tags.TagWriter | None = None
         self._store: RendezvousStore | None = None
+        self._gate: Gate | None = None
         self._sources: tuple[int, ...] = ()
         self._rehearsed_ns = 0
         self._pulled_ns = 0
@@ -316,7 +318,10 @@ class Engine:
     # --- callbacks of other threads -------------------------------------------------------------------------
 
     def _on_latch(self, reason: str) -> None:
-        """A collective failed: the machine hears of it at the next safe point."""
+        """A collective failed: the machine hears of it at the next safe point, whoever waits for me at once."""
+        gate = self._gate
+        if gate is not None:
+            gate.abort(reason)
         machine = self._machine
         if machine is not None and machine.state.phase is not Phase.STARTING:
             self.link.post(ph.Latch(machine.state.generation))
@@ -324,7 +329,12 @@ class Engine:
 
     def _abort_now(self, generation: int, reason: str) -> None:
         """End every wait of `generation`, or of the forming of it."""
-        self.groups.abort(reason, generation)
+        self.groups.abort(
+            reason, generation
+        )  # first: a gate that is opened later belongs to a form() it fails
+        gate = self._gate
+        if gate is not None and gate.generation <= generation:
+            gate.abort(reason)
 
     def _on_value(self, value: msg.Value) -> None:
         store = self._store
@@ -367,9 +377,7 @@ class Engine:
                 provisional = (
                     machine.phase is Phase.IDLE
                 )  # by protect(): the script may still seed its generators
-                payload = self.state.seal_private(
-                    self.feed, version=action.version, provisional=provisional
-                )
+                payload = self.state.seal_private(self.feed, version=action.version, provisional=provisional)
                 self._arena.seal(action.version, machine.generation, payload)
             case ph.Vote():
                 self._handle(ph.Verdict(self._vote()))
@@ -419,9 +427,12 @@ class Engine:
 
     def _vote(self) -> bool | None:
         assert self._machine is not None
+        assert self._gate is not None
         try:
-            agreed = self.groups.agree([int(self.groups.latched is None), self._machine.state.version or 0])
-        except GateBroken:
+            agreed = self._gate.agree([int(self.groups.latched is None), self._machine.state.version or 0])
+        except GateBroken as broken:
+            # Nobody shall wait in a collective for a rank that waits for a plan.
+            self.groups.abort(str(broken), self._gate.generation)
             return None
         return agreed[0] == 1
 
@@ -438,6 +449,9 @@ class Engine:
     def _form(self, generation: int) -> None:
         store = RendezvousStore(self.link.proc, generation, self.link.send)
         self._store = store
+        if self._gate is not None:
+            self._gate.close()
+        self._gate = open_gate(self.groups, self.shm_dir, self.rank, self.world_size, generation)
         self.groups.form(store, generation)
 
     def _serve(self, plan: ph.Plan) -> None:
@@ -504,6 +518,8 @@ class Engine:
             self._tag.loss = loss
 
     def close(self) -> None:
+        if self._gate is not None:
+            self._gate.close()
         self.groups.close()
         if self._tag is not None:
             self._tag.close()

@@ -22,6 +22,7 @@ a promise: a parked rank never votes again in that generation, which ends the ge
     LEFT       the script is at its end; the rank lingers, and can still serve, until all ranks are there
 """
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -436,14 +437,13 @@ class RankMachine:
 
     def __init__(self, state: RankState) -> None:
         self.state = state
-        self._history: list[str] = []
+        self._history: deque[tuple[Event, Phase]] = deque(maxlen=20)
 
     def handle(self, event: Event) -> tuple[Action, ...]:
         try:
             self.state, actions = transition(self.state, event)
         except IllegalTransition as error:
-            raise IllegalTransition(
-                f"{error}; before that: {'; '.join(self._history) or 'nothing'}"
-            ) from None
-        self._history = [*self._history[-19:], f"{event} -> {self.state.phase.name}"]
+            before = "; ".join(f"{event} -> {phase.name}" for event, phase in self._history)
+            raise IllegalTransition(f"{error}; before that: {before or 'nothing'}") from None
+        self._history.append((event, self.state.phase))
         return actions
