@@ -18,8 +18,9 @@ from flashrec.errors import UsageError
 from flashrec.groups import GroupSet
 from flashrec.link import attached
 from flashrec.loop import OwnStep, Section, Step, install_gate, mark_backward
-from flashrec.protected import ProtectedState, as_list, named_extras
+from flashrec.protected import MAX_PRIVATE_BYTES, ProtectedState, as_list, named_extras
 from flashrec.protocol import messages as msg
+from flashrec.state import tensors
 
 DEPTHS = ("forked", "built")
 
@@ -136,7 +137,13 @@ def steps(data: Source, total: int, micro: int = 1) -> Iterator[Step]:
     if total < 0:
         raise UsageError(f"total cannot be {total}")
     private = engine.state.private  # type: ignore[union-attr]
-    feed = Feed(data, micro, private.random_state, private.restore_random)
+    # Encoded once an epoch rather than with every step's seal.
+    feed = Feed(
+        data,
+        micro,
+        lambda: tensors.encode(private.random_state()),
+        lambda state: private.restore_random(tensors.decode(state, MAX_PRIVATE_BYTES)),
+    )
     engine.feed = feed
     kept: Step | None = None
     while True:

@@ -34,7 +34,9 @@ def write_whole(path: Path, buffers: Iterable[Buffer], size_bytes: int) -> None:
 
     Whoever opens `path` finds it whole, whenever this process dies. Raises EnvironmentFault, leaving nothing
     behind, when the file cannot be written. (No fsync: the file need survive its writer, not the machine.)"""
-    aside = path.with_name(f"{ASIDE}{path.name}.{os.getpid()}.{next(_counter)}")
+    # Strings, not paths: this runs in every step, and a Path costs as much as a system call.
+    directory, name = os.path.split(path)
+    aside = os.path.join(directory, f"{ASIDE}{name}.{os.getpid()}.{next(_counter)}")
     try:
         fd = os.open(aside, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
