@@ -5,6 +5,7 @@ import sys
 import click
 
 from flashrec import __version__
+from flashrec.cli.demo import demo
 from flashrec.cli.kill import kill
 from flashrec.cli.run import run
 from flashrec.cli.status import status
@@ -20,6 +21,7 @@ def commands() -> None:
 commands.add_command(run)
 commands.add_command(status)
 commands.add_command(kill)
+commands.add_command(demo)
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """What a rank leaves behind: a log line for each step, and at the end an outcome to compare.
 
-    <out>/log.r<rank>.jsonl     one line per committed step: {"step", "loss", "ms", "attempt"}
+    <out>/log.r<rank>.jsonl     one line per committed step: {"step", "loss", "ms", "ended_ns", "attempt"}
     <out>/outcome.r<rank>.json  losses and digests, written once, whole
 
 Losses are written as hex floats and tensors as sha256 digests, so that "equal" means every bit.
@@ -9,6 +9,7 @@ Losses are written as hex floats and tensors as sha256 digests, so that "equal" 
 import hashlib
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -49,9 +50,16 @@ class StepLog:
         self.step_ms: dict[int, float] = {}
 
     def committed(self, step: int, loss: float, elapsed_ms: float, attempt: int = 0) -> None:
-        """`elapsed_ms` is the wall time from the end of the step before to the end of this one."""
+        """`elapsed_ms` is the wall time from the end of the step before to the end of this one. The line's
+        `ended_ns` is the end on the clock that all of a machine's processes share, `time.monotonic_ns()`."""
         self.step_ms[step] = elapsed_ms
-        line = {"step": step, "loss": loss.hex(), "ms": round(elapsed_ms, 3), "attempt": attempt}
+        line = {
+            "step": step,
+            "loss": loss.hex(),
+            "ms": round(elapsed_ms, 3),
+            "ended_ns": time.monotonic_ns(),
+            "attempt": attempt,
+        }
         os.write(self._file, json.dumps(line).encode() + b"\n")
 
     def close(self) -> None:

@@ -36,6 +36,7 @@ def main() -> None:
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             history.record(step.index, loss.item())
+            flashrec.report_loss(loss.item())
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()

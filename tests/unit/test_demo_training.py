@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import struct
+import time
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,8 @@ def test_log_goes_on_where_the_rank_before_ended(tmp_path: Path) -> None:
         log.committed(step, 0.5, 12.3456, attempt)
         log.close()
     lines = [json.loads(line) for line in (tmp_path / "new" / "log.r2.jsonl").read_text().splitlines()]
+    ended_ns = [line.pop("ended_ns") for line in lines]
+    assert 0 < ended_ns[0] <= ended_ns[1] <= time.monotonic_ns()
     assert lines == [
         {"step": 0, "loss": "0x1.0000000000000p-1", "ms": 12.346, "attempt": 0},
         {"step": 1, "loss": "0x1.0000000000000p-1", "ms": 12.346, "attempt": 1},
