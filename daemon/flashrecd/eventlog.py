@@ -1,7 +1,7 @@
 """The event log: one JSON object a line, for people and programs. Every decision of the core is in it.
 
 {"time": "2026-01-31T12:00:00.123456+00:00", "job": "k3f9", "generation": 2, "step": 17, "rank": 3,
- "event": "rank lost", "reason": "signal 9"}
+ "event": "rank lost", "reason": "killed by SIGKILL"}
 """
 
 import json

@@ -20,6 +20,7 @@ from flashrec.protocol.tag import Tag, TagReader, tag_path
 from flashrec.state.arena import Arena
 from flashrec.state.export import discard_exports
 from flashrecd.core import events as ev
+from flashrecd.core.detection import HEARTBEATS
 from flashrecd.core.job import Core, JobConfig, RankStatus, Status
 from flashrecd.eventlog import EventLog
 from flashrecd.recoveries import Recoveries
@@ -29,6 +30,8 @@ from flashrecd.supervise import Launch, LogLayout, Supervisor, Tail
 ENTRY = "flashrec.runner:main"
 COULD_NOT_START = 71  # EX_OSERR
 SUMMARY_CHARACTERS = 300
+CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+LAST_WORDS_BYTES = 4096
 OUTPUT_PAUSE_S = 0.02
 MAX_BYTES_AHEAD = 8 << 20
 
@@ -46,6 +49,8 @@ class Process:
     starting: asyncio.Task[None] | None = None
     kill_reason: str | None = None
     gone: bool = False
+    explained: bool = False  # it has sent its traceback
+    stderr: Path | None = None
     unsent: list[msg.Message] = field(default_factory=list)
 
 
@@ -137,6 +142,8 @@ class JobRun:
         if rank is not None and self.core.state.status in (Status.RUNNING, Status.PARKING, Status.FORMING):
             kind = signal.Signals(number).name if number is not None else f"exit {code}"
             self.recoveries.fault(now, rank, kind, tag)
+        if not process.explained and (code or number in CRASHES) and (words := _last_words(process.stderr)):
+            self.feed(ev.Failed(proc, f"last on stderr: {words}"))
         self.feed(ev.Exited(proc, code, number, self._sealed(rank), tag.step if tag is not None else None))
         self._task(self._forget(proc))
 
@@ -223,7 +230,7 @@ class JobRun:
             replacement=process.replacement,
             pull=self.submit.pull,
             shard_address=self._shard_address,
-            heartbeat_s=self.core.config.suspect_after_s / 12,
+            heartbeat_s=self.core.config.suspect_after_s / HEARTBEATS,
             daemon_pid=os.getpid(),
         )
         self._send(identity, welcome)
@@ -287,6 +294,8 @@ class JobRun:
 
     def _failed(self, message: msg.Failed) -> None:
         rank = self.core.rank_of(message.proc)
+        if message.proc in self.processes:
+            self.processes[message.proc].explained = True
         self.log("exception", message.traceback, rank, message.step)
         lines = message.traceback.strip().splitlines()
         self.feed(ev.Failed(message.proc, (lines[-1] if lines else "no traceback")[:SUMMARY_CHARACTERS]))
@@ -351,6 +360,7 @@ class JobRun:
             self.exited(process.name, None, signal.SIGKILL)
         elif (error := task.exception()) is not None:
             self.log("process not started", f"{process.name}: {error}", process.rank)
+            process.explained = True
             self.feed(ev.Failed(process.name, str(error)))
             self.exited(process.name, COULD_NOT_START, None)
 
@@ -362,6 +372,7 @@ class JobRun:
             if process.rank is not None:
                 self.logs.link_replacement(process.rank, process.number)
         self._tail.follow(process.name, files)
+        process.stderr = files["stderr"]
         spec = ProcSpec(
             proc=process.name,
             entry=ENTRY,
@@ -430,3 +441,15 @@ class JobRun:
             if task is not asyncio.current_task():
                 task.cancel()
         self._ended(code, reason)
+
+
+def _last_words(path: Path | None) -> str:
+    """The last line in a process's standard error: for one that ended badly, and without a traceback."""
+    try:
+        with open(path or os.devnull, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - LAST_WORDS_BYTES))
+            lines = file.read().decode(errors="replace").strip().splitlines()
+    except OSError:
+        return ""
+    return lines[-1].strip()[:SUMMARY_CHARACTERS] if lines else ""

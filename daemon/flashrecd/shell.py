@@ -288,10 +288,13 @@ class Daemon:
         if message.signal not in set(signal.Signals):
             raise ProtocolError(f"there is no signal {message.signal}")
         members = self.job.core.state.members if self.job is not None else ()
-        if not 0 <= message.rank < len(members):
-            self._reply(identity, msg.Refused("rank", f"no rank {message.rank} runs here"))
+        if self.job is None:
+            self._reply(identity, msg.Refused("job", "no job runs here"))
             return
-        assert self.job is not None
+        if not 0 <= message.rank < len(members):
+            ranks = f"the job has ranks 0 to {len(members) - 1}"
+            self._reply(identity, msg.Refused("rank", f"{ranks}, not {message.rank}"))
+            return
         name = signal.Signals(message.signal).name
         self.job.log("signal", f"{name}, by command", message.rank)
         if self.supervisor.signal(members[message.rank].proc, message.signal):

@@ -6,7 +6,11 @@ from typing import Any
 
 from flashrec import __version__
 from flashrec.phases import Phase
+from flashrecd.core.detection import explain
+from flashrecd.core.job import JobConfig
 from flashrecd.jobrun import JobRun
+
+DEFAULT_SUSPECT_AFTER_S = JobConfig(world_size=1).suspect_after_s
 
 
 def document(
@@ -22,6 +26,10 @@ def document(
             },
             "job": None if job is None else describe(job),
             "last_job": last,
+            "timeouts": [
+                timeout._asdict()
+                for timeout in explain(job.core.config.suspect_after_s if job else DEFAULT_SUSPECT_AFTER_S)
+            ],
         }
     )
 

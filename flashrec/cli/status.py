@@ -27,15 +27,18 @@ PLACE_STYLES = {
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="The whole document.")
+@click.option("--explain-timeouts", is_flag=True, help="Show each time-out, and what it is derived from.")
 @click.option(
     "--dir", "directory", type=click.Path(path_type=Path), default=None, help="Run directory of the daemon."
 )
-def status(as_json: bool, directory: Path | None) -> None:
+def status(as_json: bool, explain_timeouts: bool, directory: Path | None) -> None:
     """Show the job a daemon runs: ranks, phases, standbys, recoveries."""
     with connect(directory) as client:
         document = ask_status(client)
     if as_json:
         click.echo(json.dumps(document, indent=2))
+    elif explain_timeouts:
+        Console().print(render_timeouts(document))
     else:
         Console().print(render(document))
 
@@ -82,3 +85,17 @@ def render_job(job: dict[str, Any]) -> RenderableType:
         style = PLACE_STYLES.get(phase, "red")
         table.add_row(*cells[:2], Text(phase, style=style), *cells[3:])
     return Group(line, table)
+
+
+def render_timeouts(document: dict[str, Any]) -> RenderableType:
+    """One knob, and what follows from it."""
+    job = document["job"]
+    head = Text("of a job that is run without --suspect-after" if job is None else f"of job {job['job']}")
+    table = Table(box=None, pad_edge=False)
+    for column in ("time-out", "value", ""):
+        table.add_column(column, justify="right" if column == "value" else "left")
+    for timeout in document["timeouts"]:
+        seconds = timeout["seconds"]
+        value = f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms"
+        table.add_row(timeout["name"], value, timeout["why"])
+    return Group(head, table)

@@ -221,7 +221,7 @@ def test_when_nobody_holds_state_any_more_the_job_says_so() -> None:
     job.die(1, 3)
     assert job.core.state.outcome is not None
     assert "no rank is left that holds the tensor state" in job.core.state.outcome[1]
-    assert "rank 0 failed first: signal 9" in job.core.state.outcome[1]
+    assert "rank 0 failed first: killed by SIGKILL" in job.core.state.outcome[1]
 
 
 def test_buckets_that_differ_after_a_recovery_end_the_job() -> None:

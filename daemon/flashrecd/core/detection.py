@@ -12,9 +12,43 @@ running (a tick came late), nobody is blamed for it.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 STILL_FACTOR = 2.0
 STEP_FACTOR = 5.0
+HEARTBEATS = 12  # as many may be lost or late before their silence counts
+
+
+class Timeout(NamedTuple):
+    """A time-out and where it comes from, for a person."""
+
+    name: str
+    seconds: float
+    why: str
+
+
+def explain(suspect_after_s: float) -> list[Timeout]:
+    """The knob, and what is derived from it."""
+    return [
+        Timeout("suspect after", suspect_after_s, "the one knob: flashrec run --suspect-after"),
+        Timeout(
+            "heartbeat",
+            suspect_after_s / HEARTBEATS,
+            f"a rank says that it lives: suspect after / {HEARTBEATS}",
+        ),
+        Timeout("silence", suspect_after_s, "no heartbeat for as long: the rank is killed and replaced"),
+        Timeout(
+            "no progress",
+            STILL_FACTOR * suspect_after_s,
+            f"{STILL_FACTOR:.0f} x suspect after, or {STEP_FACTOR:.0f} x the rank's longest step if that is more: "
+            "a rank that others wait for is killed and replaced",
+        ),
+        Timeout(
+            "late watcher",
+            suspect_after_s / 2,
+            "if the daemon itself did not run for as long, it blames nobody and counts anew",
+        ),
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@
 Time is an argument, processes are names, and whatever was decided says why.
 """
 
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -101,6 +102,13 @@ GRACE_S = 15.0  # from the polite signal to the hard one
 CLOSING_S = 60.0  # from the last rank's end of training to the exit of all
 GONE = (RankStatus.DEAD, RankStatus.DONE)
 HOLDS_STATE = (RankStatus.LIVE, RankStatus.PARKED, RankStatus.FORMING, RankStatus.LEFT)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 @dataclass(slots=True)
@@ -232,7 +240,7 @@ class Core:
 
     def _exited(self, event: ev.Exited, now: float) -> None:
         self.detector.forget(event.proc)
-        how = f"exit code {event.code}" if event.signal is None else f"signal {event.signal}"
+        how = f"exit code {event.code}" if event.signal is None else f"killed by {_signal_name(event.signal)}"
         error = dict(self.state.errors).get(event.proc)
         if error:
             how += f": {error}"
@@ -401,7 +409,7 @@ class Core:
         if tries > self.config.max_tries_per_step:
             self._finish(
                 1,
-                f"step {plan.version} failed {tries} times; given up. {self._last_error() or self.state.first_failure}",
+                f"step {plan.version} failed {tries} times; given up. {self.state.first_failure or self._last_error()}",
             )
             return
         for rank in range(self.config.world_size):
