@@ -27,7 +27,7 @@ NARROWEST = 110  # columns; a fault's row takes as many
 
 
 @click.command()
-@click.option("--steps", type=click.IntRange(min=1), default=100, show_default=True, help="Optimizer steps.")
+@click.option("--steps", type=click.IntRange(min=1), default=80, show_default=True, help="Optimizer steps.")
 @click.option("--ranks", type=click.IntRange(min=1), default=4, show_default=True, help="Training processes.")
 @click.option("--faults", type=click.IntRange(min=0), default=10, show_default=True, help="Ranks to kill.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the training and of the faults.")
@@ -72,7 +72,7 @@ def _run(settings: Settings, schedule: list[Fault], folder: Path, console: Conso
     reports = record.reports()
     console.print()
     if reports:
-        console.print(report.fault_table(reports))
+        console.print(report.fault_table(reports, console.width))
     console.print(report.summary(settings, reports, verdict, figures, record.failure))
     if record.failure is not None:
         console.print("", "What the ranks last wrote to stderr:", *record.stderr, sep="\n", markup=False)

@@ -15,6 +15,8 @@ from flashrec.cli.demo.timing import Cost
 from flashrec.cli.demo.verdict import Verdict
 from flashrec.cli.status import PLACE_STYLES
 
+ALL_MARKS_WIDTH = 106
+FEW_MARKS = ("detected", "parked", "formed", "redone")
 COLUMNS = {
     "detected": "the daemon saw the process end",
     "parked": "every survivor had stopped at a safe point",
@@ -55,32 +57,34 @@ def to_json(
     }
 
 
-def fault_table(reports: Sequence[FaultReport], *, now_ns: int | None = None) -> Table:
-    """A row for each fault. `now_ns`: the run goes on, so what is missing may come yet."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("fault", "rank", "killed in", "step", *MARKS, "standby"):
+def fault_table(reports: Sequence[FaultReport], width: int, *, now_ns: int | None = None) -> Table:
+    """A row for each fault, in `width` columns. `now_ns`: the run goes on, so what is missing may come yet."""
+    marks = MARKS if width >= ALL_MARKS_WIDTH else FEW_MARKS
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
+    for column in ("fault", "rank", "killed in", "step", *marks, "standby"):
         left = column in ("killed in", "standby")
         table.add_column(column, justify="left" if left else "right", no_wrap=True)
     for report in reports:
         number, rank = str(report.fault.index + 1), str(report.fault.rank)
         if report.strike is None:
-            due = f"{report.fault.place or 'any time'}, from step {report.fault.step}"
-            text = f"{due}" if now_ns is not None else f"never fired ({due})"
-            table.add_row(number, rank, Text(text, style="dim" if now_ns is not None else "red"))
+            style = "dim" if now_ns is not None else "bold red"
+            place = report.fault.place or "random"
+            text = place if now_ns is not None else f"{place}: never fired"
+            table.add_row(number, rank, Text(text, style=style), Text(f"{report.fault.step}+", style=style))
             continue
-        place = Text(report.strike.place, style=PLACE_STYLES.get(report.strike.place, "red"))
+        struck = Text(report.strike.place, style=PLACE_STYLES.get(report.strike.place, "red"))
         if report.fault.place is None:
-            place.append(" (random)", style="dim")
+            struck.append(" (random)", style="dim")
         elif report.fault.place != report.strike.place:
-            place.append(f" (meant: {report.fault.place})", style="dim")
+            struck.append(f" (meant: {report.fault.place})", style="dim")
         step = "" if report.step is None else str(report.step)
-        table.add_row(number, rank, place, step, *_times(report, now_ns))
+        table.add_row(number, rank, struck, step, *_times(report, marks, now_ns))
     return table
 
 
-def _times(report: FaultReport, now_ns: int | None) -> list[Text]:
+def _times(report: FaultReport, marks: Sequence[str], now_ns: int | None) -> list[Text]:
     assert report.strike is not None
-    cells = [Text(_ms(report.timeline[mark]) if mark in report.timeline else "") for mark in MARKS]
+    cells = [Text(_ms(report.timeline[mark]) if mark in report.timeline else "") for mark in marks]
     if report.complete:
         cells[-1].stylize("bold green")
     elif now_ns is not None:

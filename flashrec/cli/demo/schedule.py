@@ -16,7 +16,8 @@ SLOT_STEPS = (
 SPREAD_STEPS = (
     4  # a fault strikes in the first few steps of its slot: the rest is for the next standby to get ready
 )
-QUIET_STEPS = 4  # at least, at the end: undisturbed, to be measured
+QUIET_PART = 5  # of the steps: the last ones, undisturbed, to be measured
+QUIET_STEPS = 4  # and at least so many
 FOLLOWS_FROM = 8  # faults; with this many, one of them strikes in the recovery from another
 BOTH_FOLLOW_FROM = 9
 MAX_WAIT_STEPS = 1.5
@@ -68,7 +69,7 @@ def make_schedule(*, steps: int, ranks: int, num_faults: int, seed: int) -> list
     num_random = num_faults // 5
     num_placed = num_faults - num_following - num_random
     num_slots = num_placed + num_random
-    first, end = FIRST_STEP, steps - max(QUIET_STEPS, steps // 6)
+    first, end = FIRST_STEP, steps - max(QUIET_STEPS, steps // QUIET_PART)
     if num_slots and end - first < SLOT_STEPS * num_slots:
         raise UsageError(
             f"{num_faults} faults do not fit into {steps} steps; take --steps {least_steps(num_slots)} or more"
@@ -97,7 +98,7 @@ def make_schedule(*, steps: int, ranks: int, num_faults: int, seed: int) -> list
 def least_steps(num_slots: int) -> int:
     """The smallest number of steps into which `num_slots` faults, those that follow not counted, fit."""
     steps = FIRST_STEP + SLOT_STEPS * num_slots + QUIET_STEPS
-    while steps - max(QUIET_STEPS, steps // 6) - FIRST_STEP < SLOT_STEPS * num_slots:
+    while steps - max(QUIET_STEPS, steps // QUIET_PART) - FIRST_STEP < SLOT_STEPS * num_slots:
         steps += 1
     return steps
 

@@ -125,7 +125,7 @@ class Training:
             max_restarts=None,
             log_dir=None,
             start_method="fork",
-            preload=("torch",),
+            preload=("flashrec.warm",),
             pull="shm",
             suspect_after_s=3.0,
         )

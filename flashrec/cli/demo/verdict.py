@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 Outcome = Mapping[str, Any]
+SAME_TRAINING = ("rank", "world_size", "corpus_sha256")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +49,16 @@ def compare_runs(ours: Path, reference: Path, *, ranks: int, steps: int) -> Verd
 
 
 def _read(folder: Path, rank: int) -> Outcome:
-    outcome = json.loads((folder / f"outcome.r{rank}.json").read_text())
+    path = folder / f"outcome.r{rank}.json"
+    try:
+        outcome = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(outcome, dict):
-        raise ValueError(f"{folder.name}/outcome.r{rank}.json is not an object")
+        raise ValueError(f"{path} is not an object")
+    missing = [key for key in (*SAME_TRAINING, "losses", "tensors") if key not in outcome]
+    if missing:
+        raise ValueError(f"{path} has no {', '.join(missing)}")
     return outcome
 
 
@@ -61,7 +69,7 @@ def compare(pairs: Sequence[tuple[Outcome, Outcome]], *, steps: int) -> Verdict:
     losses: list[str] = []
     num_tensors = num_losses = 0
     for rank, (ours, reference) in enumerate(pairs):
-        for key in ("rank", "world_size", "corpus_sha256"):
+        for key in SAME_TRAINING:
             if ours[key] != reference[key]:
                 return unproven(
                     f"rank {rank}: not the same training: {key} {ours[key]!r} against {reference[key]!r}"

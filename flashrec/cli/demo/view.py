@@ -57,7 +57,7 @@ class LiveView:
             Text(""),
             self._curve.render(),
             Text(""),
-            fault_table(faults, now_ns=time.monotonic_ns()),
+            fault_table(faults, self._live.console.width, now_ns=time.monotonic_ns()),
         ]
         self._live.update(Group(*parts), refresh=True)
 
@@ -102,9 +102,8 @@ class PlainView:
             index, strike = report.fault.index, report.strike
             if strike is not None and index not in self._struck:
                 self._struck.add(index)
-                self._line(
-                    f"fault {index + 1}: rank {strike.rank} killed, {strike.place} of step {strike.step}"
-                )
+                step = f" of step {strike.step}" if strike.step >= 0 else ""
+                self._line(f"fault {index + 1}: rank {strike.rank} killed in {strike.place}{step}")
             if report.recovered_ms is not None and index not in self._recovered:
                 self._recovered.add(index)
                 self._line(f"fault {index + 1}: recovered, {report.recovered_ms:.0f} ms after the signal")
