@@ -15,7 +15,7 @@ from flashrecd.supervise.descendants import descendants_of, process_stat
 
 MARK = "FLASHREC_TEST"
 """Set to another value in each test: a process that inherited it is this test's, whoever its parent is now."""
-PATIENCE_S = 10.0
+PATIENCE_S = 20.0
 SHARED_MEMORY = Path("/dev/shm")
 # A process killed with SIGKILL cannot remove what torch and multiprocessing keep in the temporary directory.
 NOT_OURS = re.compile(r"pymp-|torchinductor_|torchelastic_")

@@ -87,6 +87,8 @@ class JobRun:
         self.shm_dir = self.directory.path
         self.logs = LogLayout(log_dir, name)
         self.processes: dict[str, Process] = {}
+        self._source = (-1, "stdout")
+        self._lines: list[bytes] = []  # of that source, not told yet
         self.output_bytes = 0
         self.output_seen_bytes = 0  # of those, what the command line says it has dealt with
         self.has_listener = True
@@ -160,6 +162,7 @@ class JobRun:
         pause_s = OUTPUT_PAUSE_S
         while True:
             busy = not self.output_blocked and self._tail.poll()
+            self._flush_output()
             pause_s = OUTPUT_PAUSE_S if busy else min(pause_s * 1.5, 10 * OUTPUT_PAUSE_S)
             await asyncio.sleep(pause_s)
 
@@ -168,11 +171,14 @@ class JobRun:
         return self.has_listener and self.output_bytes - self.output_seen_bytes > MAX_BYTES_AHEAD
 
     async def _room_for_output(self) -> None:
+        self._flush_output()
+        await asyncio.sleep(0)
         while self.output_blocked:
             await asyncio.sleep(OUTPUT_PAUSE_S)
 
     async def _forget(self, proc: str) -> None:
         await self._tail.finish(proc, self._room_for_output)
+        self._flush_output()
         self.processes.pop(proc, None)
         self._maybe_end()
 
@@ -413,8 +419,19 @@ class JobRun:
         process = self.processes.get(proc)
         if rank is None and process is not None:
             rank = process.rank
-        self.output_bytes += len(line) + msg.OUTPUT_OVERHEAD_BYTES
-        self._tell(msg.Output(-1 if rank is None else rank, stream, line))
+        source = (-1 if rank is None else rank, stream)
+        if source != self._source:
+            self._flush_output()
+            self._source = source
+        self._lines.append(line)
+
+    def _flush_output(self) -> None:
+        """A message for each line would keep the loop busy for seconds when a rank prints a lot."""
+        if self._lines:
+            output = msg.Output(*self._source, b"\n".join(self._lines))
+            self._lines.clear()
+            self.output_bytes += len(output.data) + msg.OUTPUT_OVERHEAD_BYTES
+            self._tell(output)
 
     # --- the end ----------------------------------------------------------------------------------------
 
@@ -434,6 +451,7 @@ class JobRun:
         self._supervisor.stop_fork_server(self.name)
         await self._supervisor.settled(timeout_s=5.0)
         self._tail.close()
+        self._flush_output()
         for reader in self._tags.values():
             reader.close()
         self.directory.remove()

@@ -277,7 +277,7 @@ class Daemon:
             raise
         self._client, self._client_pidfd = identity, client_pidfd
         asyncio.get_running_loop().add_reader(client_pidfd, self._client_ended)
-        self.store.put(f"job/{name}", message.target.encode(), None)
+        self.store.put(f"job/{name}", os.fsencode(message.target), None)
         self.log.listener = lambda line: self._reply(self._client, msg.Happened(line))
         self._reply(identity, msg.Submitted(name, str(log_dir / name), str(self.job.shm_dir)))
         if message.pull == "zmq":

@@ -27,7 +27,7 @@ NOT_PASSED_ON = ("FLASHREC_DIR",)
 STREAMS = {"0": (), "1": ("stdout",), "2": ("stderr",), "3": ("stdout", "stderr")}
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.command(context_settings={"allow_interspersed_args": False})
 @click.option("--nproc-per-node", "--nproc_per_node", type=int, default=1, show_default=True, help="Ranks.")
 @click.option(
     "--standby", type=int, default=1, show_default=True, help="Warm processes kept ready to take a rank."
@@ -246,7 +246,8 @@ class Submission:
             return
         out = sys.stdout if output.stream == "stdout" else sys.stderr
         prefix = "" if self._world_size == 1 else f"[{'standby' if output.rank < 0 else output.rank}]: "
-        out.buffer.write(prefix.encode() + output.data + b"\n")
+        start = prefix.encode()
+        out.buffer.write(start + output.data.replace(b"\n", b"\n" + start) + b"\n")
         out.buffer.flush()
 
     def _orphaned(self) -> str:

@@ -214,7 +214,7 @@ class Released:
 START_METHODS = ("fork", "fresh")
 PULLS = ("shm", "zmq")
 OUTPUT_OVERHEAD_BYTES = 64
-"""What a line of output counts besides its bytes, where it is counted how much waits to be shown."""
+"""What an Output counts besides its bytes, where it is counted how much waits to be shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +249,7 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Whole lines of a rank's output."""
+    """Lines of a rank's output, one or many, the last one without its newline. Rank -1: a standby's."""
 
     rank: int
     stream: str

@@ -22,7 +22,7 @@ Deliver = Callable[[str, str, bytes], None]
 """`(proc, stream, line)`: a line without its newline, bytes as they were printed."""
 
 # How much of one file is read in one go: a process that prints without end must not hold up the loop.
-_READ_BYTES = 256 * 1024
+_READ_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True)
