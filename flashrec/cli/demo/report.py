@@ -134,8 +134,8 @@ def summary(
     if cost.step_ms is not None and cost.overhead_percent is not None:
         lines.append(
             Text(
-                f"Step time: {cost.step_ms:.1f} ms; the same steps in plain torch {cost.overhead_percent:+.1f} % "
-                f"(median over {cost.num_paired} undisturbed steps, each paired with itself in the other run)"
+                f"Step time: {cost.step_ms:.1f} ms, {cost.overhead_percent:+.1f} % against plain torch "
+                f"(medians over {cost.num_paired} undisturbed steps, each paired with itself in the other run)"
             )
         )
     if failure is not None:

@@ -1,0 +1,123 @@
+"""`flashrec demo` as a user runs it: short, with few faults, and what it says about itself is checked."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from flashrec.cli.demo.faults import MARKS
+from flashrec.protocol.tag import PLACES
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = [sys.executable, "-c", "from flashrec.cli import main; main()", "demo"]
+SHORT = ["--ranks", "3", "--faults", "3", "--steps", "20"]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'daemon'}"}
+
+
+def run(cwd: Path, *arguments: str, timeout_s: float = 170) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*DEMO, *arguments], cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout_s
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "num_faults", "steps", "standby"), [(3, 3, 20, "built"), (2, 2, 16, "none")]
+)
+def test_killed_ranks_change_no_bit(
+    ranks: int, num_faults: int, steps: int, standby: str, tmp_path: Path
+) -> None:
+    size = ["--ranks", str(ranks), "--faults", str(num_faults), "--steps", str(steps)]
+    done = run(tmp_path, *size, "--seed", "3", "--standby", standby, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert found["weights_identical"] is True
+    assert found["optimizer_identical"] is True
+    assert found["losses_identical"] is True
+    assert found["first_difference"] is None
+    assert found["failure"] is None
+    assert (found["ranks"], found["steps"], found["seed"], found["standby"]) == (ranks, steps, 3, standby)
+    assert found["reference_step_ms"] > 0
+    assert {"step_ms", "overhead_percent"} <= found.keys()
+
+    assert len(found["faults"]) == num_faults
+    places = Counter()
+    for fault in found["faults"]:
+        assert fault["kind"] == "SIGKILL"
+        assert fault["fired"] is True, "a fault that did not fire proves nothing"
+        assert fault["phase"] in PLACES
+        assert 0 <= fault["rank"] < ranks
+        assert 0 < fault["step"] < steps
+        assert list(fault["timeline"]) == [mark for mark in MARKS if mark in fault["timeline"]]
+        assert {"detected", "parked", "planned", "pulled", "formed", "redone"} <= fault["timeline"].keys()
+        times = [fault["timeline"][mark] for mark in ("detected", "planned", "formed", "redone")]
+        assert times == sorted(times)
+        assert fault["recovered_ms"] == times[-1] > 0
+        assert fault["redone_steps"] in (0, 1), "no committed step is ever lost"
+        places[fault["phase"] == fault["planned_phase"]] += 1
+        # Whatever place was meant, each kill is told where it struck; people get to read that, too.
+        assert f"rank {fault['rank']} killed in {fault['phase']}" in done.stderr
+    assert places[True] >= 1, f"no fault struck where it was meant to: {found['faults']}"
+    assert done.stderr.count("bit-identical") == 3
+
+
+def test_training_without_faults(tmp_path: Path) -> None:
+    """One rank may train, as long as nobody kills it."""
+    done = run(tmp_path, "--ranks", "1", "--faults", "0", "--steps", "6", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert found["faults"] == []
+    assert found["weights_identical"] is True
+    assert found["losses_identical"] is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--ranks", "1"], 1, "with one rank nothing survives its death"),
+        (["--steps", "20"], 1, "10 faults do not fit into 20 steps; take --steps"),
+        (["--ranks", "0"], 2, "0 is not in the range"),
+        (["--faults", "-1"], 2, "-1 is not in the range"),
+        (["--standby", "warm"], 2, "'warm' is not one of"),
+    ],
+)
+def test_what_cannot_work_is_said_before_anything_starts(
+    arguments: list[str], code: int, message: str, tmp_path: Path
+) -> None:
+    done = run(tmp_path, *arguments, timeout_s=30)
+    assert done.returncode == code
+    assert message in done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_demo_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    """The leak guard of tests/conftest.py looks for processes, shared memory and files afterwards."""
+    with subprocess.Popen(
+        [*DEMO, *SHORT, "--steps", "1000"],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as demo:
+        assert demo.stdout is not None
+        for line in demo.stdout:
+            if "killed in" in line:  # in the middle of a recovery
+                break
+        demo.send_signal(number)
+        began = time.monotonic()
+        rest = demo.stdout.read()
+        demo.wait(timeout=30)
+    assert demo.returncode not in (0, -number), "it ends in order, and says that it did not finish"
+    assert "Traceback" not in rest, rest
+    assert time.monotonic() - began < 30
