@@ -1,0 +1,1 @@
+"""One fault per file; `base` is what they have in common."""

@@ -1,0 +1,53 @@
+"""What the chaos script trains, and how: every trait a script may have that a recovery must cope with."""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """Frozen and plain, so that equal recipes share one reference run."""
+
+    steps: int = 12
+    standby: str = "built"
+    """As in flashrec.init()."""
+    model: str = "mlp"
+    """"mlp"; "deep" (many small layers); "norm" (BatchNorm, whose buffers differ by rank)."""
+    bucket_mb: float = 25.0
+    """DDP's bucket_cap_mb; small values make many buckets."""
+    find_unused: bool = False
+    static_graph: bool = False
+    optimizer: str = "adamw"
+    """"adamw", "sgd" (momentum), "closure" (step(closure)), "two" (one each for two halves of the model)."""
+    loop: str = "steps"
+    """"steps", "own" (while current_step()), "decorated"."""
+    micro: int = 1
+    workers: int = 0
+    """Processes of the data loader."""
+    loader: str = "callable"
+    """"callable" (rank, world) -> loader, or "iterable": made before the first step (standby "forked" only)."""
+    extras: tuple[str, ...] = ()
+    """Of "scheduler", "ema", "scaler"."""
+    zero_grad: str = "end"
+    """"end", "start" (of the body), "keep" (set_to_none=False, at the end), "never" (gradients add up)."""
+    section_every: int = 0
+    """A section with collectives before every so many steps; 0: never."""
+    prelude: bool = False
+    """Rank 0 draws a seed and broadcasts it before protect()."""
+    objects: bool = False
+    """Object collectives in the body."""
+    swallow: bool = False
+    """The body catches every Exception."""
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)))
+
+    @staticmethod
+    def read(path: Path) -> "Recipe":
+        given: dict[str, Any] = json.loads(path.read_text())
+        unknown = given.keys() - {field.name for field in fields(Recipe)}
+        if unknown:
+            raise ValueError(f"a recipe has no {', '.join(sorted(unknown))}")
+        return Recipe(**{**given, "extras": tuple(given["extras"])})

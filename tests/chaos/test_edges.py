@@ -1,0 +1,82 @@
+"""Before there is a version to recover, and after the last."""
+
+import pytest
+
+from chaos.faults.kill_at_place import KillAtPlace
+from chaos.recipe import Recipe
+from chaos.scenario import Scenario, run, verify
+
+
+class KillEarly(KillAtPlace):
+    """Before protect() a death is not recovered from: the world starts anew."""
+
+    def missing(self, evidence) -> str | None:  # type: ignore[no-untyped-def]
+        lost = [e for e in evidence.events if e["event"] == "rank lost" and e["rank"] == self.rank]
+        if self.name not in evidence.fired or not lost:
+            return f"rank {self.rank} was not killed at {self.place}"
+        return None
+
+
+@pytest.mark.parametrize("place", ["start", "build", "protected"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_killed_before_the_first_step(place: str, rank: int, play) -> None:  # type: ignore[no-untyped-def]
+    outcome = play(Scenario(recipe=Recipe(steps=4), faults=[KillEarly(rank, place)], world_size=2))
+    if place != "protected":
+        assert len(outcome.job.happened("world starting")) == 2
+
+
+def test_a_rank_that_dies_in_every_start_ends_the_job(folder) -> None:  # type: ignore[no-untyped-def]
+    faults = [
+        KillEarly(1, "build", name=f"kill-{n}", after=(f"kill-{n - 1}",) if n else ()) for n in range(6)
+    ]
+    outcome = run(Scenario(recipe=Recipe(steps=4), faults=faults, world_size=2), folder)
+    assert outcome.ended.code != 0
+    assert "never got past its start" in outcome.ended.reason
+    assert "rank 1" in outcome.ended.reason
+
+
+def test_killed_in_the_last_step_and_while_others_linger(play) -> None:  # type: ignore[no-untyped-def]
+    """The last of a rank's places is the end of its script, which its replacement comes to again."""
+    faults = [
+        KillAtPlace(0, "backward", 5),
+        KillAtPlace(1, "apply", 5, after=("kill-r0-backward-5",)),
+        KillAtPlace(2, "between", 5, after=("kill-r1-apply-5",)),
+        KillAtPlace(0, "end", after=("kill-r2-between-5",), name="end-of-0"),
+    ]
+    play(Scenario(recipe=Recipe(steps=6), faults=faults, standbys=2))
+
+
+def test_killed_while_it_lingers(folder, reference) -> None:  # type: ignore[no-untyped-def]
+    """Rank 1 is kept from its end until rank 0 has come to its own and was killed there."""
+
+    class KillLingering(KillAtPlace):
+        def poll(self, job) -> None:  # type: ignore[no-untyped-def]
+            if not self.struck and any(e["rank"] == 0 for e in job.happened("at its end")):
+                self.struck = True
+                job.strike(0, 9)
+                job.until(lambda: job.happened("rank lost"), what="rank 0's death")
+                from chaos.cues import let_go
+
+                let_go(job.folder, self.name)
+
+        def strike(self, job, cue) -> None:  # type: ignore[no-untyped-def]
+            self.held = True
+
+        def missing(self, evidence) -> str | None:  # type: ignore[no-untyped-def]
+            return (
+                None
+                if evidence.died(0, "SIGKILL", "end")
+                else f"rank 0 did not die at its end: {evidence.deaths}"
+            )
+
+    fault = KillLingering(1, "end")
+    fault.struck = False  # type: ignore[attr-defined]
+    outcome = run(Scenario(recipe=Recipe(steps=5), faults=[fault], world_size=2), folder)
+    verify(outcome, reference)
+
+
+def test_a_world_of_one_ends_when_its_rank_dies(folder) -> None:  # type: ignore[no-untyped-def]
+    fault = KillAtPlace(0, "backward", 3)
+    outcome = run(Scenario(recipe=Recipe(steps=6), faults=[fault], world_size=1), folder)
+    assert outcome.ended.code == 1
+    assert "no rank is left that holds the tensor state" in outcome.ended.reason

@@ -1,0 +1,52 @@
+"""What scripts do, and what a recovery must cope with: one recipe each, killed in several places."""
+
+import pytest
+
+from chaos.faults.kill_at_place import KillAtPlace
+from chaos.faults.kill_in_recovery import KillInRecovery
+from chaos.recipe import Recipe
+from chaos.scenario import Scenario
+
+TRAITS = {
+    "everything common": Recipe(extras=("scheduler", "ema", "scaler"), optimizer="sgd", prelude=True),
+    "micro-batches": Recipe(micro=2, model="norm", extras=("scheduler",)),
+    "loader workers": Recipe(workers=2, standby="forked"),
+    "a loader made early": Recipe(loader="iterable", standby="forked", workers=1),
+    "own loop": Recipe(loop="own", model="norm"),
+    "decorated": Recipe(loop="decorated", extras=("ema",)),
+    "closure": Recipe(optimizer="closure", extras=("scheduler",)),
+    "two optimizers": Recipe(optimizer="two", objects=True),
+    "zeroed at the start": Recipe(zero_grad="start"),
+    "zeroed in place": Recipe(zero_grad="keep", extras=("scaler",)),
+    "exceptions swallowed": Recipe(swallow=True, objects=True, model="norm"),
+    "sections": Recipe(section_every=2, prelude=True, standby="forked"),
+    "finds unused": Recipe(find_unused=True, model="deep", bucket_mb=0.002),
+    "static graph": Recipe(static_graph=True, model="deep", bucket_mb=0.002),
+}
+FAULTS = (
+    KillAtPlace(1, "backward", 3),
+    KillAtPlace(0, "forward", 5),
+    KillAtPlace(2, "tail", 6),
+    KillAtPlace(1, "voted", 7),
+    KillAtPlace(0, "vote", 8),
+    KillAtPlace(2, "between", 9),
+)
+
+
+@pytest.mark.parametrize("trait", TRAITS)
+def test_bits_survive(trait: str, play) -> None:  # type: ignore[no-untyped-def]
+    play(Scenario(recipe=TRAITS[trait], faults=FAULTS))
+
+
+def test_gradients_that_add_up_over_steps(play) -> None:  # type: ignore[no-untyped-def]
+    """Never zeroed: a step begins with the gradients of the one before, which a replacement needs too."""
+    play(Scenario(recipe=Recipe(zero_grad="never"), faults=FAULTS))
+
+
+def test_through_the_shard_server(play) -> None:  # type: ignore[no-untyped-def]
+    faults = [*FAULTS[:3], KillInRecovery(1, "backward", 8, 1, "pulled")]
+    play(Scenario(recipe=Recipe(extras=("ema",), standby="forked"), faults=faults, pull="zmq"))
+
+
+def test_fresh_interpreters(play) -> None:  # type: ignore[no-untyped-def]
+    play(Scenario(recipe=Recipe(standby="forked"), faults=FAULTS[:1], world_size=2, start_method="fresh"))
