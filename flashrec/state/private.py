@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import ctypes
 import random
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -25,6 +26,8 @@ from flashrec.state.tensors import detached_copy, encode, read_bytes
 # random.getstate()'s Mersenne Twister: 624 words and a position.
 _PYTHON_VERSION = 3
 _PYTHON_WORDS = 625
+# numpy's: 624 words and a position, as in its header mt19937.h.
+_MT19937_BYTES = 625 * 4
 
 
 class PrivateState:
@@ -37,6 +40,7 @@ class PrivateState:
         extras: Mapping[str, Any] | None = None,
     ) -> None:
         self._extras = stateful(extras or {})
+        self._numpy = _NumpyReader()
         modules = [models] if isinstance(models, torch.nn.Module) else list(models)
         # (name, module, attribute): walking all modules of a large model in every step would cost more than
         # everything else here; reading an attribute finds the buffer even if the module replaced it.
@@ -66,7 +70,7 @@ class PrivateState:
             raise UsageError(f"Python's random module has a state of an unknown form (version {version})")
         return {
             "random": (array.array("I", words).tobytes(), gauss),
-            "numpy": np.random.get_state(legacy=False),
+            "numpy": self._numpy.read(),
             "torch": torch.get_rng_state(),
             "device": device.current().rng_states(),
         }
@@ -103,6 +107,7 @@ class PrivateState:
         words, gauss = state["random"]
         random.setstate((_PYTHON_VERSION, tuple(array.array("I", words)), gauss))
         self._restore_numpy(state["numpy"])
+        self._numpy = _NumpyReader()
         torch.set_rng_state(state["torch"])
         try:
             device.current().set_rng_states(state["device"])
@@ -146,6 +151,31 @@ class PrivateState:
                 raise UsageError(f"numpy has no bit generator {state['bit_generator']!r}")
             np.random.set_bit_generator(cls())  # type: ignore[attr-defined]  # public, not in the stubs
         np.random.set_state(state)
+
+
+class _NumpyReader:
+    """numpy's state, read in full only when it may have moved: get_state() copies the Mersenne Twister word by
+    word, and would cost a step more than all other random state together.
+
+    What does not show in the generator's own memory is a normal deviate kept for the next call. With none
+    kept, one can only come about by drawing, which does show.
+    """
+
+    def __init__(self) -> None:
+        self._generator: Any = None
+        self._memory = b""
+        self._state: dict[str, Any] = {}
+
+    def read(self) -> dict[str, Any]:
+        """As np.random.get_state(legacy=False); not to be changed."""
+        generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # public, not in the stubs
+        if type(generator) is not np.random.MT19937:
+            return np.random.get_state(legacy=False)
+        memory = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+        if generator is not self._generator or memory != self._memory or self._state["has_gauss"]:
+            self._generator, self._memory = generator, memory
+            self._state = np.random.get_state(legacy=False)
+        return self._state
 
 
 def changed(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:

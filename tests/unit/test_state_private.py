@@ -306,3 +306,36 @@ def test_put_back_needs_a_note() -> None:
     _, _, redo = protected()
     with pytest.raises(RuntimeError, match="without note"):
         redo.put_back()
+
+
+def test_every_way_to_move_numpys_state_is_noticed() -> None:
+    model = torch.nn.Linear(1, 1)
+    private = PrivateState(model)
+    np.random.seed(3)
+    seen = [private.quiet_digest()]
+
+    def look(must_differ: bool = True) -> None:
+        now = private.quiet_digest()
+        fresh = PrivateState(model).quiet_digest()
+        assert now == fresh, "what was kept is not what is there"
+        assert (now != seen[-1]) == must_differ
+        seen.append(now)
+
+    look(must_differ=False)
+    np.random.rand()
+    look()
+    np.random.randn()  # draws two, keeps one
+    look()
+    np.random.randn()  # gives the one kept: the Twister does not move
+    look()
+    look(must_differ=False)
+    np.random.seed(3)
+    look()
+    saved = private.snapshot()
+    np.random.bytes(5)
+    look()
+    private.restore(saved)
+    look()
+    for _ in range(700):  # past a regeneration of the words
+        np.random.randint(5)
+    look()
