@@ -31,6 +31,7 @@ from flashrec.latching import (
     object_collective,
 )
 from flashrec.prelude import Player, Recorder
+from flashrec.waiting import Bystander, await_work
 
 NO_RANK = (
     "this process is a built standby and holds no rank yet, so it has no answer to rank(), new_group() "
@@ -47,6 +48,7 @@ class Shared:
     on_collective: Callable[[str, int], None] | None = None
     adopt: Callable[[InPlaceGroup], None] | None = None
     dismiss: Callable[[InPlaceGroup], None] | None = None
+    bystander: Bystander = field(default_factory=Bystander)
     recorder: Recorder | None = None
     player: Player | None = None
     collectives: int = 0
@@ -161,7 +163,8 @@ class InPlaceGroup(ProcessGroup):
             latch.trip(describe(f"{op} in {self._name}", error), epoch)
             return self._spoiled(op, result, spoils)
         what = f"{op} in {self._name}"
-        return GuardedWork(latch, what, work, result, spoils, epoch, entry, self._peer())
+        await_it = shared.bystander.await_work if op in _POINT_TO_POINT else await_work
+        return GuardedWork(latch, latch.begin(), what, work, await_it, result, spoils, entry, self._peer())
 
     def _is_mine(self, op: str, args: tuple[Any, ...]) -> bool:
         """Whether this rank's tensors are the collective's source, or none of its business."""
@@ -266,6 +269,8 @@ class InPlaceGroup(ProcessGroup):
     def barrier(self, *args: Any, **kwargs: Any) -> Work:
         return self._collective("barrier", args, kwargs)
 
+
+_POINT_TO_POINT = frozenset({"send", "recv", "recv_anysource"})
 
 _WITHOUT_RESULT = frozenset({"send", "barrier"})
 

@@ -32,8 +32,12 @@ from flashrec.latching import describe
 from flashrec.prelude import Player, Recorder
 from flashrec.torch_private import Store
 from flashrec.transport import Transport
+from flashrec.waiting import LeftBehind, await_work
 
 BACKEND = "flashrec"
+
+# How long `close()` waits for the last generation's threads; they take milliseconds unless stuck.
+_BURIAL_S = 2.0
 
 
 class GateBroken(Exception):
@@ -83,6 +87,7 @@ class GroupSet:
         self._shared.latch.on_first = self._on_first_error
         self._lock = threading.Lock()
         self._groups: list[InPlaceGroup] = []
+        self._dismissed: list[ProcessGroup] = []  # of destroyed groups: kept until all are buried
         self._world: InPlaceGroup | None = None
         self._store: Store | None = None
         self._transport: Transport | None = None
@@ -135,7 +140,10 @@ class GroupSet:
     def close(self) -> None:
         """End it all: no thread and no socket is left. Safe to call twice, and before `start`."""
         global _current
-        self._drop()
+        burial = self._drop()
+        if burial is not None:
+            burial.join(_BURIAL_S)
+        self._shared.bystander.close()
         self.record_to(None)
         self._shared.player = None
         world, self._world = self._world, None
@@ -195,9 +203,7 @@ class GroupSet:
             reason = describe(f"forming generation {generation}", error)
             self._shared.latch.set(reason)
             self._drop()
-            with self._lock:
-                aborted = generation <= self._aborted_through
-            if aborted:
+            if self._is_aborted():
                 raise GroupsAborted(self._abort_reason) from error
             if isinstance(error, RuntimeError):
                 raise GroupsAborted(reason) from error
@@ -218,8 +224,6 @@ class GroupSet:
         with self._lock:
             if generation is None:
                 generation = self.generation
-            if generation < self.generation:
-                return
             if generation > self._aborted_through:
                 self._aborted_through, self._abort_reason = generation, reason
             store, transport = self._store, self._transport
@@ -258,14 +262,17 @@ class GroupSet:
         inner = self._started().inner
         if inner is None or latch.text is not None:
             raise GateBroken(latch.text or "no peer is connected")
-        epoch = latch.epoch
         votes = torch.tensor(list(values), dtype=torch.int64)
+        epoch = latch.begin()
         try:
-            inner.allreduce([votes], ReduceOp.MIN).wait()
+            await_work(inner.allreduce([votes], ReduceOp.MIN), lambda: latch.is_lost(epoch))
         except RuntimeError as error:
+            if not isinstance(error, LeftBehind):
+                latch.end(epoch)
             reason = describe("the gate's agreement", error)
             latch.trip(reason, epoch)
             raise GateBroken(reason) from error
+        latch.end(epoch)
         return [int(value) for value in votes.tolist()]
 
     # -- bookkeeping --------------------------------------------------------------------------
@@ -310,32 +317,36 @@ class GroupSet:
             latch.trip(describe(f"creating {group.group_name}", error), epoch)
 
     def _dismiss(self, group: InPlaceGroup) -> None:
-        group.inner = None
+        if group.inner is not None:
+            self._dismissed.append(group.inner)
+            group.inner = None
         if group in self._groups:
             self._groups.remove(group)
 
     def _connect(self, group: InPlaceGroup, transport: Transport, store: Store) -> ProcessGroup:
         prefix = f"{self.generation}/{group.group_name}/"
         inner = transport.build(store, prefix, group.rank(), group.size(), self._timeout_s)
-        with self._lock:
-            aborted = self.generation <= self._aborted_through
-        if inner is None or aborted:
+        if inner is None or self._is_aborted():
             raise GroupsAborted(self._abort_reason)
         return inner
+
+    def _is_aborted(self) -> bool:
+        with self._lock:
+            return self.generation <= self._aborted_through
 
     def _check_same_groups(self, world: ProcessGroup) -> None:
         """Every member of each of my groups has that group, or it would be waited for in vain."""
         mine = {_group_hash(group): group for group in self._groups[1:]}
         size = world.size()
         counts = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-        world.allgather([counts], [torch.tensor([len(mine)])]).wait()
+        await_work(world.allgather([counts], [torch.tensor([len(mine)])]), self._is_aborted)
         most = max(int(count) for count in counts)
         if most == 0:
             return
         padded = torch.zeros(most, dtype=torch.int64)
         padded[: len(mine)] = torch.tensor(list(mine), dtype=torch.int64)
         everyones = [torch.zeros(most, dtype=torch.int64) for _ in range(size)]
-        world.allgather([everyones], [padded]).wait()
+        await_work(world.allgather([everyones], [padded]), self._is_aborted)
         known = [set(hashes.tolist()) for hashes in everyones]
         for key, group in mine.items():
             for member in group.ranks:
@@ -354,16 +365,18 @@ class GroupSet:
         if self.on_latch is not None:
             self.on_latch(reason)
 
-    def _drop(self) -> None:
-        """Leave the present generation: cut first, since gloo's destructor waits for pending work."""
+    def _drop(self) -> threading.Thread | None:
+        """Leave the present generation; returns the thread that buries it."""
         with self._lock:
             transport, self._transport, self._store = self._transport, None, None
-        if transport is not None:
-            transport.cut()
+        if transport is None:
+            return None
+        transport.cut()
+        buried = [group.inner for group in self._groups if group.inner is not None] + self._dismissed
+        self._dismissed.clear()
         for group in self._groups:
             group.inner = None
-        if transport is not None:
-            transport.close()
+        return transport.bury(buried, wait=not self._shared.latch.idle)
 
 
 _current: GroupSet | None = None

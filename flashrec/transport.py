@@ -16,6 +16,7 @@ import socket
 import stat
 import struct
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -31,6 +32,13 @@ Address = tuple[str, int]
 # gloo's default; more threads per group would only reorder what c10d issues in order.
 _NUM_THREADS = 2
 _LISTENER_TRIES = 5
+
+# A worker thread of a dropped group that is seen asleep this often in a row waits for a message
+# that never comes. One that is still at work is given up on only after the deadline.
+_WORKER_NAME = "pt_gloo_runloop"
+_QUIET_SAMPLES = 5
+_QUIET_INTERVAL_S = 0.05
+_QUIET_DEADLINE_S = 5.0
 
 
 class ExchangeStore(Store):
@@ -156,15 +164,31 @@ class Transport:
                 sock.close()
         self._knock(num_pairs)
 
-    def close(self) -> None:
-        """Forget the duplicates and the device. The groups built on it must have been dropped."""
+    def bury(self, groups: list[ProcessGroup], *, wait: bool) -> threading.Thread:
+        """Destroy `groups`, built here, and the device, on a thread of its own; `cut()` comes first.
+
+        gloo's destructor waits for its threads: ten milliseconds for the loop's next tick, and as
+        long as the time-out if a collective is stuck in the middle of a message. Emptied by this
+        call, `groups` must hold the last references.
+
+        Args:
+            wait: a collective may still be running, so return only when none can write to a tensor
+                any more: when all is destroyed, or every thread that could is asleep for good.
+        """
         with self._lock:
             self._closed = True
             for sock in self._kept.values():
                 sock.close()
             self._kept.clear()
-            self._device = None
             self._stores.clear()
+        remains: list[Any] = [*groups, self._device]
+        groups.clear()
+        self._device = None
+        thread = threading.Thread(target=_destroy, args=(remains,), name="flashrec-bury", daemon=True)
+        thread.start()
+        if wait:
+            _await_quiet(thread)
+        return thread
 
     def _find_sockets(self) -> Iterator[tuple[socket.socket, int]]:
         peers = {peer for store in self._stores for peer in store.peers} - {self.listener}
@@ -192,6 +216,32 @@ class Transport:
         for pair in range(num_pairs):
             with contextlib.suppress(OSError), socket.create_connection(self.listener, timeout=1) as sock:
                 sock.sendall(struct.pack("=q", pair))
+
+
+def _destroy(remains: list[Any]) -> None:
+    while remains:
+        del remains[0]  # groups first: they use the device
+
+
+def _await_quiet(burial: threading.Thread) -> None:
+    deadline = time.monotonic() + _QUIET_DEADLINE_S
+    asleep = 0
+    while asleep < _QUIET_SAMPLES and time.monotonic() < deadline:
+        burial.join(_QUIET_INTERVAL_S)
+        if not burial.is_alive():
+            return
+        asleep = asleep + 1 if _workers_asleep() else 0
+
+
+def _workers_asleep() -> bool:
+    """Whether there are gloo worker threads left, all of them waiting (not running, not ready to)."""
+    states = []
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/stat") as file:
+            name, _, rest = file.read().partition("(")[2].rpartition(")")
+            if name == _WORKER_NAME:
+                states.append(rest.split()[0])
+    return bool(states) and all(state == "S" for state in states)
 
 
 def _listen(address: str) -> tuple[Any, Address]:
