@@ -1,0 +1,62 @@
+"""Every benchmark runs and gives its figures. What the figures are is nobody's business here: no time is asserted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(module: str, *args: object) -> dict[str, Any]:
+    """The figures of one run."""
+    command = [sys.executable, "-m", f"benchmarks.{module}", *map(str, args), "--json"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    figures: dict[str, Any] = json.loads(done.stdout)
+    assert figures["machine"]["cores"] >= 1
+    assert figures["machine"]["command"].startswith(f"python -m benchmarks.{module} ")
+    return figures
+
+
+def test_step_cost_compares_pairs_and_names_the_parts() -> None:
+    figures = run("step_cost", "--sizes", "tiny", "--pairs", 3, "--block-steps", 4)
+    (size,) = figures["sizes"]
+    for what in ("step_ms", "cpu_ms"):
+        assert size[what]["pairs"] == 3
+        assert size[what]["bare"] > 0
+        low, high = size[what]["overhead_percent_95"]
+        assert low <= size[what]["overhead_percent"] <= high
+    assert size["parts"]["seal: write"]["calls"] == 1
+    assert size["parts"]["gate: agreement, with waiting"]["calls"] == 1
+
+
+def test_recovery_kills_and_accounts_for_the_time() -> None:
+    figures = run("recovery", "--size", "tiny", "--kills", 1, "--depths", "built", "--restarts", 0)
+    (found,) = figures["depths"]
+    (kill,) = found["each"]
+    assert kill["total"] == pytest.approx(kill["net"] + kill["step"] + kill["to_gate"])
+    assert 0 < kill["detected"] <= kill["planned"] <= kill["pulled"] <= kill["formed"] <= kill["redone"]
+
+
+def test_the_comparison_loses_steps_and_does_them_again() -> None:
+    figures = run("recovery", "--size", "tiny", "--depths", "--restarts", 1)
+    assert figures["torchrun"]["kills"] == 1
+    assert figures["torchrun"]["each"][0]["steps_again"] >= 0
+    assert figures["torchrun"]["total"]["median"] > 0
+
+
+def test_gate_measures_both_transports() -> None:
+    figures = run("gate", "--ranks", 2, "--rounds", 20)
+    assert [one["kind"] for one in figures["gates"]] == ["all-reduce", "shared memory"]
+    for one in figures["gates"]:
+        assert one["busy_us"]["n"] == one["latency_us"]["n"] == 40
