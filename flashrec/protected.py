@@ -153,12 +153,6 @@ class ProtectedState:
         return "/".join(torch_private.bucket_digest(ddp) for ddp in self._ddp)
 
 
-def layout_difference(shm_dir: Path, rank: int, other: int) -> str | None:
-    """How the published layouts of two ranks differ, in words; None if they do not."""
-    mine, theirs = (Layout.from_bytes((shm_dir / "layout" / f"r{r}").read_bytes()) for r in (rank, other))
-    return mine.difference(theirs)
-
-
 def named_extras(private: Any) -> dict[str, Any]:
     """protect(private=...): one object, or a mapping of names to objects."""
     if private is None:

@@ -19,6 +19,7 @@ from flashrec.protocol.spawn import ProcSpec
 from flashrec.protocol.tag import Tag, TagReader, tag_path
 from flashrec.state.arena import Arena
 from flashrec.state.export import discard_exports
+from flashrec.state.layout import Layout
 from flashrecd.core import events as ev
 from flashrecd.core.detection import HEARTBEATS
 from flashrecd.core.job import Core, JobConfig, RankStatus, Status
@@ -193,7 +194,8 @@ class JobRun:
             case msg.StandbyReady():
                 self.feed(ev.StandbyReady(message.proc, message.depth))
             case msg.Protected():
-                self.feed(ev.Protected(message.proc, message.layout_digest))
+                difference = self._layout_difference(message)
+                self.feed(ev.Protected(message.proc, message.layout_digest, difference))
             case msg.Parked():
                 if self.recoveries.open is None and self.core.state.status is Status.RUNNING:
                     self.recoveries.suspicion(now)
@@ -305,6 +307,19 @@ class JobRun:
         self.log("exception", message.traceback, rank, message.step)
         lines = message.traceback.strip().splitlines()
         self.feed(ev.Failed(message.proc, (lines[-1] if lines else "no traceback")[:SUMMARY_CHARACTERS]))
+
+    def _layout_difference(self, message: msg.Protected) -> str:
+        """Between what this rank has published and the first rank that has protected something else."""
+        mine, members = self.core.rank_of(message.proc), self.core.state.members
+        for other, member in enumerate(members):
+            if mine is not None and member.layout and member.layout != message.layout_digest:
+                paths = [self.shm_dir / "layout" / f"r{rank}" for rank in (mine, other)]
+                try:
+                    here, there = (Layout.from_bytes(path.read_bytes()) for path in paths)
+                except (OSError, FlashrecError) as error:
+                    return f"it cannot be read: {error}"
+                return here.difference(there, (f"rank {mine}", f"rank {other}")) or ""
+        return ""
 
     def _answer_get(self, requester: str, generation: int, key: str, value: bytes) -> None:
         self._to(requester, msg.Value(generation, key, value))

@@ -7,9 +7,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import click
 
@@ -22,6 +23,8 @@ from flashrec.protocol.places import default_run_dir
 PRESENT_S = 1.0
 TELL_BYTES = 256 << 10
 INTERRUPTED = 130
+# What a person should see of a recovery without asking: that there is one, why, and that it is over.
+RECOVERY_EVENTS = {"abort": "recovering", "recovered": "recovered"}
 # Variables that describe the submitting terminal rather than the job.
 NOT_PASSED_ON = ("FLASHREC_DIR",)
 STREAMS = {"0": (), "1": ("stdout",), "2": ("stderr",), "3": ("stdout", "stderr")}
@@ -120,7 +123,8 @@ def run(
         suspect_after_s=suspect_after,
     )
     with _daemon(directory) as client:
-        sys.exit(Submission(client, submit, shown, show_events=events).follow())
+        show = None if events else RECOVERY_EVENTS
+        sys.exit(Submission(client, submit, shown, show_events=show).follow())
 
 
 def _checked(target: str, module: bool) -> str:
@@ -178,8 +182,9 @@ class Submission:
         submit: msg.Submit,
         shown: Callable[[int, str], bool],
         *,
-        show_events: bool = False,
+        show_events: Container[str] | None = (),
     ) -> None:
+        """`show_events`: which lines of the event log to show; None shows all."""
         self._client = client
         self._shown = shown
         self._show_events = show_events
@@ -231,10 +236,8 @@ class Submission:
                 self._writing = True
                 self._show(message)
                 self._writing = False
-            case msg.Happened() if self._show_events:
-                event = json.loads(message.line)
-                where = " ".join(f"{k} {event[k]}" for k in ("rank", "step") if event[k] is not None)
-                print(f"flashrec: {event['event']} [{where}] {event['reason']}", file=sys.stderr, flush=True)
+            case msg.Happened():
+                self._show_event(json.loads(message.line))
             case msg.JobEnded():
                 self.ended = message
             case _:
@@ -249,6 +252,14 @@ class Submission:
         start = prefix.encode()
         out.buffer.write(start + output.data.replace(b"\n", b"\n" + start) + b"\n")
         out.buffer.flush()
+
+    def _show_event(self, event: dict[str, Any]) -> None:
+        if self._show_events is not None and event["event"] not in self._show_events:
+            return
+        places = [f"{name} {event[name]}" for name in ("rank", "step") if event[name] is not None]
+        where = f" ({', '.join(places)})" if places else ""
+        name = event["event"] if self._show_events is None else RECOVERY_EVENTS.get(event["event"])
+        print(f"flashrec: {name or event['event']}{where}: {event['reason']}", file=sys.stderr, flush=True)
 
     def _orphaned(self) -> str:
         if self._client.private:

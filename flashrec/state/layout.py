@@ -76,15 +76,19 @@ class Layout:
         object.__setattr__(self, "total_bytes", sum(spec.size_bytes for spec in specs))
         object.__setattr__(self, "digest", hashlib.blake2b(self.to_bytes(), digest_size=16).hexdigest())
 
-    def difference(self, other: Layout) -> str | None:
-        """What first sets `other` apart from this layout, naming the tensor; None when they are equal."""
+    def difference(self, other: Layout, whose: tuple[str, str] = ("one", "the other")) -> str | None:
+        """What first sets `other` apart from this layout, naming the tensor; None when they are equal. `whose`
+        names the two."""
+        one, two = whose
         for index, (mine, theirs) in enumerate(zip(self.specs, other.specs, strict=False)):
             if mine != theirs:
-                return f"tensor {index} is {mine} in one, {theirs} in the other"
+                return f"tensor {index} is {mine} in {one}, {theirs} in {two}"
+        if len(self.specs) == len(other.specs):
+            return None
+        if len(self.specs) < len(other.specs):
+            one, two = two, one
         short, long = sorted((self.specs, other.specs), key=len)
-        if len(short) != len(long):
-            return f"tensor {len(short)} is {long[len(short)]} in one, absent in the other"
-        return None
+        return f"tensor {len(short)} is {long[len(short)]} in {one}, absent in {two}"
 
     def split(self, num_parts: int) -> list[list[Piece]]:
         """Cut all bytes into `num_parts` parts of nearly equal size (within 64 bytes plus one cut), in order.

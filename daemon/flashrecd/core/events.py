@@ -26,6 +26,7 @@ class StandbyReady(NamedTuple):
 class Protected(NamedTuple):
     proc: str
     layout_digest: str
+    difference: str = ""  # between this layout and another rank's, in words, if there is one
 
 
 class Parked(NamedTuple):

@@ -221,7 +221,8 @@ class Core:
             odd = [
                 r for r, m in enumerate(self.state.members) if m.layout and m.layout != event.layout_digest
             ]
-            self._finish(1, f"rank {rank} and rank {odd[0]} disagree about the layout of the state")
+            why = f": {event.difference}" if event.difference else ""
+            self._finish(1, f"rank {rank} and rank {odd[0]} disagree about the layout of the state{why}")
         elif self.state.status is Status.STARTING and self._all(
             RankStatus.LIVE, RankStatus.LEFT, RankStatus.PARKED
         ):
