@@ -156,6 +156,8 @@ def _restore(item: Any) -> Tensor:
 
 def _read(path: Path) -> list[dict[str, Any]]:
     entries: list[dict[str, Any]] = []
+    if not path.exists():
+        return entries  # nobody was there to record anything
     with open(path, "rb") as file:
         unpacker = msgpack.Unpacker(file, max_buffer_size=2 * TOTAL_LIMIT_BYTES)
         try:
