@@ -17,7 +17,7 @@ from flashrec.state.capture import capture
 from flashrec.state.export import export
 from flashrec.state.layout import Layout
 from flashrec.state.manifest import ExportManifest, Source, export_path
-from flashrec.state.private import PrivateState, Redo, changed
+from flashrec.state.private import PrivateState, Redo
 from flashrec.state.pull import Puller, PullReport
 
 MAX_PRIVATE_BYTES = 1 << 30
@@ -43,7 +43,7 @@ class ProtectedState:
         self._ddp: list[DistributedDataParallel] = [
             ddp for model in self.models for ddp in torch_private.ddp_modules(model)
         ]
-        self._quiet: dict[str, int] | None = None
+        self._quiet: dict[str, Any] | None = None
         self._quiet_version = 0
 
     # --- layout -------------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ class ProtectedState:
     def seal_private(self, feed: Feed | None, *, version: int, provisional: bool) -> bytes:
         """The private state as of now, and the data position, as bytes for the arena's slot of `version`."""
         snapshot = self.private.snapshot()
-        self._quiet = None if provisional else self.private.quiet_digest(snapshot)
+        self._quiet = None if provisional else snapshot
         self._quiet_version = version
         position = feed.position() if feed is not None else None
         return tensors.encode({"private": snapshot, "position": position, "provisional": provisional})
@@ -72,7 +72,7 @@ class ProtectedState:
     def disturbed(self) -> list[str]:
         """Names of the private parts that changed since the last gate sealed them; asked once after each."""
         before, self._quiet = self._quiet, None
-        return [] if before is None else changed(before, self.private.quiet_digest())
+        return [] if before is None else self.private.changed_since(before)
 
     def forget_sealed(self, above: int) -> None:
         """What was sealed for versions above `above` is void: a later state need not resemble it."""

@@ -132,6 +132,21 @@ class PrivateState:
             digest[f"private {name}"] = checksum(encode(state))
         return digest
 
+    def changed_since(self, snapshot: Mapping[str, Any]) -> list[str]:
+        """Names of the parts that are not as they were in `snapshot`, sorted. In a step where nothing changed,
+        and without buffers and extras, a few comparisons; checksums are taken only where there is a doubt."""
+        now = self.snapshot()
+        if (
+            now["random"] == snapshot["random"]
+            and now["numpy"] is snapshot["numpy"]
+            and torch.equal(now["torch"], snapshot["torch"])
+            and now["device"] == snapshot["device"]
+            and not now["buffers"]
+            and not now["extras"]
+        ):
+            return []
+        return changed(self.quiet_digest(snapshot), self.quiet_digest(now))
+
     @staticmethod
     def _buffer(owner: torch.nn.Module, attribute: str) -> torch.Tensor:
         buffer = getattr(owner, attribute)

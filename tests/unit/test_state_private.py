@@ -177,10 +177,12 @@ def test_an_extra_needs_both_methods() -> None:
 def test_the_digest_names_what_changed(disturb: Callable[[Any, Any], Any], part: str) -> None:
     model, extra = model_with_buffers(), Counter()
     state = PrivateState(model, {"seen": extra})
-    before = state.quiet_digest()
+    before, snapshot = state.quiet_digest(), state.snapshot()
     assert changed(before, state.quiet_digest(state.snapshot())) == [], "looking changes nothing"
+    assert state.changed_since(snapshot) == []
     disturb(model, extra)
     assert changed(before, state.quiet_digest()) == [part]
+    assert state.changed_since(snapshot) == [part]
 
 
 def test_a_pending_normal_deviate_counts() -> None:
