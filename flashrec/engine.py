@@ -52,6 +52,7 @@ class Engine:
         self._gate: Gate | None = None
         self._sources: tuple[int, ...] = ()
         self._rehearsed_ns = 0
+        self._num_rehearsals = 0
         self._pulled_ns = 0
         self._report_commit = True
         self._start_sealed = False
@@ -233,10 +234,15 @@ class Engine:
         if error is not None and not isinstance(error, StepAbandoned):
             return False
         assert self.state is not None
-        self.state.settle_buckets(1)
         self.state.redo.put_back()
         if self.feed is not None:
             self.feed.close()
+        self._num_rehearsals += 1
+        if self._num_rehearsals < self.state.rehearsals:
+            if self._machine is None:
+                self.groups.act_as(None)
+            return True  # the loop offers another
+        self.state.settle_buckets(self.state.rehearsals)
         self._rehearsed_ns = time.monotonic_ns()
         if self._machine is None:
             self.groups.act_as(None)

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flashrec import torch_private
 from flashrec.data import Feed
-from flashrec.errors import UsageError
+from flashrec.errors import RecoveryFailed, UsageError
 from flashrec.phases import Plan
 from flashrec.state import tensors
 from flashrec.state.capture import capture
@@ -37,7 +37,8 @@ class ProtectedState:
     ) -> None:
         self.models = list(models)
         self.optimizers = list(optimizers)
-        self.captured = capture(self.models, self.optimizers, common=common)
+        # A script may zero its gradients in place, or at the start of a step, or let them add up.
+        self.captured = capture(self.models, self.optimizers, include_grads=True, common=common)
         self.private = PrivateState(self.models, private)
         self.redo = Redo(self.private, self.captured)
         self._ddp: list[DistributedDataParallel] = [
@@ -131,11 +132,14 @@ class ProtectedState:
             deadline_s=PULL_DEADLINE_S,
         )
         self.captured.load_common_state(described[0]["common"])
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
         return report
 
     # --- gradient buckets -----------------------------------------------------------------------------------
+
+    @property
+    def rehearsals(self) -> int:
+        """How many bodies a replacement runs detached, before DDP's buckets are what they are on the others."""
+        return max([1, *(torch_private.backwards_to_rebuild(ddp) for ddp in self._ddp)])
 
     def settle_buckets(self, version: int) -> None:
         """Give DDP's buckets the layout they have at `version` in an undisturbed run.
@@ -144,10 +148,13 @@ class ProtectedState:
         which gradients arrived; reduction order, and so the result, follows from the layout.
         """
         for ddp in self._ddp:
-            if version == 0:
-                torch_private.reset_buckets(ddp)
-            else:
-                torch_private.rebuild_buckets(ddp)
+            if 0 < version < torch_private.backwards_to_rebuild(ddp) and torch_private.has_rebuilt(ddp):
+                raise RecoveryFailed(
+                    f"DistributedDataParallel(static_graph=True) changes its buckets after two steps, and a "
+                    f"replacement, which has them changed, cannot join in between: a rank lost in step {version} "
+                    "cannot be replaced"
+                )
+            torch_private.settle_buckets(ddp, version)
 
     def bucket_digest(self) -> str:
         return "/".join(torch_private.bucket_digest(ddp) for ddp in self._ddp)
