@@ -24,6 +24,8 @@ class Recipe:
     loop: str = "steps"
     """"steps", "own" (while current_step()), "decorated"."""
     micro: int = 1
+    no_sync: bool = True
+    """Gradients are reduced with the last micro-batch only."""
     workers: int = 0
     """Processes of the data loader."""
     loader: str = "callable"

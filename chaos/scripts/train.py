@@ -192,8 +192,8 @@ class Training:
             self.optimizers[0].step(closure)
         else:
             for number, batch in enumerate(batches):
-                last = number == len(batches) - 1
-                with contextlib.nullcontext() if last else self.model.no_sync():
+                reduced = not recipe.no_sync or number == len(batches) - 1
+                with contextlib.nullcontext() if reduced else self.model.no_sync():
                     self.forward_backward(batch, 1.0 / len(batches))
             for optimizer in self.optimizers:
                 if "scaler" in self.common:

@@ -8,15 +8,17 @@ import pytest
 
 from chaos.faults.kill_at_place import KillAtPlace
 from chaos.recipe import Recipe
-from chaos.scenario import Scenario
+from chaos.scenario import Scenario, run
 
+DEEP = {"model": "deep", "bucket_mb": 0.002}
 MODELS = {
     "one bucket": {},
-    "many buckets": {"model": "deep", "bucket_mb": 0.002},
-    "finds unused": {"model": "deep", "bucket_mb": 0.002, "find_unused": True},
-    "static graph": {"model": "deep", "bucket_mb": 0.002, "static_graph": True},
+    "many buckets": DEEP,
+    "finds unused": {**DEEP, "find_unused": True},
+    "static graph": {**DEEP, "static_graph": True},
+    "micro-batches": {**DEEP, "micro": 2, "no_sync": False},
 }
-EARLY = [
+EARLY = (
     KillAtPlace(1, "forward", 0),
     KillAtPlace(0, "backward", 0),
     KillAtPlace(2, "vote", 0),
@@ -25,15 +27,33 @@ EARLY = [
     KillAtPlace(2, "between", 1),
     KillAtPlace(0, "forward", 2),
     KillAtPlace(1, "apply", 2),
-]
+)
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("standby", ["built", "forked"])
+@pytest.mark.parametrize(
+    ("model", "standby"),
+    [
+        ("one bucket", "forked"),
+        ("many buckets", "built"),
+        ("finds unused", "built"),
+        ("static graph", "built"),
+        ("micro-batches", "forked"),
+    ],
+)
 def test_first_three_steps(model: str, standby: str, play) -> None:  # type: ignore[no-untyped-def]
     world_size = 4 if model == "many buckets" else 3
     recipe = Recipe(steps=6, standby=standby, **MODELS[model])
-    play(Scenario(recipe=recipe, faults=EARLY, world_size=world_size))
+    # A static graph is the one case with three stages of buckets; the second lasts for one step.
+    faults = [f for f in EARLY if model != "static graph" or f.step != 1 or f.place == "between"]
+    play(Scenario(recipe=recipe, faults=faults, world_size=world_size))
+
+
+def test_a_static_graph_cannot_go_back_to_its_second_step(folder) -> None:  # type: ignore[no-untyped-def]
+    recipe = Recipe(steps=4, **MODELS["static graph"])
+    outcome = run(Scenario(recipe=recipe, faults=[KillAtPlace(1, "backward", 1)]), folder)
+    assert outcome.ended.code == 1
+    assert "static_graph=True" in outcome.ended.reason
+    assert "step 1" in outcome.ended.reason
 
 
 @pytest.mark.parametrize("place", ["backward", "voted", "tail"])
