@@ -22,7 +22,8 @@ from flashrec.state.export import discard_exports
 from flashrec.state.layout import Layout
 from flashrecd.core import events as ev
 from flashrecd.core.detection import HEARTBEATS
-from flashrecd.core.job import Core, JobConfig, RankStatus, Status
+from flashrecd.core.job import Core
+from flashrecd.core.state import JobConfig, RankStatus, Status
 from flashrecd.eventlog import EventLog
 from flashrecd.recoveries import Recoveries
 from flashrecd.rendezvous import Rendezvous

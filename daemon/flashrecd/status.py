@@ -7,7 +7,7 @@ from typing import Any
 from flashrec import __version__
 from flashrec.phases import Phase
 from flashrecd.core.detection import explain
-from flashrecd.core.job import JobConfig
+from flashrecd.core.state import JobConfig
 from flashrecd.jobrun import JobRun
 
 DEFAULT_SUSPECT_AFTER_S = JobConfig(world_size=1).suspect_after_s

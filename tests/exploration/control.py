@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from flashrec import phases as ph
 from flashrecd.core import events as ev
-from flashrecd.core.job import Core, JobConfig, JobState, Member, RankStatus, Status
+from flashrecd.core.job import Core
+from flashrecd.core.state import JobConfig, JobState, Member, RankStatus, Status
 from tests.exploration import invariants
 from tests.exploration.model import (
     BLANK,

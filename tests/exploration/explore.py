@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 
 from flashrec import phases as ph
 from flashrecd.core.events import SendPlan
-from flashrecd.core.job import JobState, RankStatus, Status
+from flashrecd.core.state import JobState, RankStatus, Status
 from tests.exploration import control, invariants, ranks
 from tests.exploration.model import Config, Life, Move, Slot, Violation, World
 from tests.exploration.world import Public, breakable, context, public

@@ -12,7 +12,7 @@ from typing import NamedTuple, NoReturn
 
 from flashrec import phases as ph
 from flashrecd.core import job
-from flashrecd.core.job import JobState, Member
+from flashrecd.core.state import JobState, Member
 
 
 class Violation(AssertionError):

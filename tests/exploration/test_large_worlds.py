@@ -9,7 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from flashrec import phases as ph
 from flashrecd.core import events as ev
-from flashrecd.core.job import Core, Status
+from flashrecd.core.job import Core
+from flashrecd.core.state import Status
 from tests.exploration import invariants
 from tests.exploration.control import Control, compose, slot_name
 from tests.exploration.model import Config, Life

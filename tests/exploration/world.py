@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from flashrec import phases as ph
-from flashrecd.core.job import Status
+from flashrecd.core.state import Status
 from tests.exploration import invariants, ranks
 from tests.exploration.control import Control, put, standby_deaths, standby_moves
 from tests.exploration.model import NO_CONTEXT, Config, Content, Context, Life, Slot, Violation, World

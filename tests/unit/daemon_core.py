@@ -3,7 +3,8 @@
 from typing import Any, TypeVar
 
 from flashrecd.core import events as ev
-from flashrecd.core.job import Core, JobConfig, Member, RankStatus, Status
+from flashrecd.core.job import Core
+from flashrecd.core.state import JobConfig, Member, RankStatus, Status
 
 A = TypeVar("A", bound=tuple[Any, ...])
 

@@ -4,7 +4,8 @@ import pytest
 
 from flashrec.errors import UsageError
 from flashrecd.core import events as ev
-from flashrecd.core.job import CLOSING_S, GRACE_S, JobConfig, RankStatus, Status
+from flashrecd.core.job import CLOSING_S, GRACE_S
+from flashrecd.core.state import JobConfig, RankStatus, Status
 from tests.unit.daemon_core import Driven
 
 # --- starting ---------------------------------------------------------------------------------------------

@@ -14,94 +14,15 @@ Time is an argument, processes are names, and whatever was decided says why.
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from typing import Any
 
-from flashrec.errors import UsageError
 from flashrecd.core import events as ev
 from flashrecd.core.detection import Detector
 from flashrecd.core.plan import Inventory, Survivor, plan_recovery
-
-
-class Status(StrEnum):
-    STARTING = "starting"
-    RUNNING = "running"
-    PARKING = "parking"
-    FORMING = "forming"
-    RESTARTING = "restarting"
-    CLOSING = "closing"
-    STOPPING = "stopping"
-    ENDED = "ended"
-
-
-class RankStatus(StrEnum):
-    STARTING = "starting"  # runs its script, not protected yet
-    LIVE = "live"
-    PARKED = "parked"
-    BUILDING = "building"  # a replacement that holds nothing yet
-    FORMING = "forming"
-    LEFT = "left"
-    DONE = "done"  # exited with code 0, and never called protect()
-    DEAD = "dead"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobConfig:
-    """What the core must know of a job."""
-
-    world_size: int
-    num_standbys: int = 1
-    max_restarts: int | None = None  # recoveries before the job fails; None: no bound
-    max_tries_per_step: int = 3  # recoveries of the same version before the job fails
-    suspect_after_s: float = 3.0
-
-    def __post_init__(self) -> None:
-        if self.world_size < 1:
-            raise UsageError(f"a job needs at least one rank, not {self.world_size}")
-        if self.num_standbys < 0:
-            raise UsageError(f"the number of standbys cannot be {self.num_standbys}")
-        if self.max_restarts is not None and self.max_restarts < 0:
-            raise UsageError(f"max restarts cannot be {self.max_restarts}")
-        if not self.suspect_after_s > 0:
-            raise UsageError(f"suspect_after_s must be positive, not {self.suspect_after_s}")
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A rank, and the process that holds it now."""
-
-    proc: str
-    status: RankStatus = RankStatus.STARTING
-    version: int | None = None
-    can_advance: bool = False
-    sealed: tuple[int, ...] = ()
-    layout: str | None = None
-    buckets: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class JobState:
-    """Everything the core knows; frozen, so that an explorer can keep and compare it."""
-
-    status: Status = Status.STARTING
-    generation: int = 1  # newest generation any rank was told of
-    members: tuple[Member, ...] = ()
-    standbys: tuple[tuple[str, str], ...] = ()  # (process, depth), oldest first; depth "" until it is ready
-    num_launched: int = 0
-    built_offered: bool = False
-    restarts: int = 0
-    tries: tuple[int, int] = (-1, 0)  # version, recoveries at it
-    first_failure: str = ""
-    errors: tuple[tuple[str, str], ...] = ()  # process -> last line of its traceback
-    outcome: tuple[int, str] | None = None  # code and reason, once the end is decided
-    stopping_procs: tuple[str, ...] = ()
-    deadline: float | None = None  # when those who were asked to end are made to
-
+from flashrecd.core.state import GONE, HOLDS_STATE, JobConfig, JobState, Member, RankStatus, Status
 
 GRACE_S = 15.0  # from the polite signal to the hard one
 CLOSING_S = 60.0  # from the last rank's end of training to the exit of all
-GONE = (RankStatus.DEAD, RankStatus.DONE)
-HOLDS_STATE = (RankStatus.LIVE, RankStatus.PARKED, RankStatus.FORMING, RankStatus.LEFT)
 
 
 def _signal_name(number: int) -> str:
