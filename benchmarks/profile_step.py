@@ -41,7 +41,7 @@ class Profile:
             (state.redo, "note", "redo: note"),
             (state, "seal_private", "seal: encode"),
             (state.private, "snapshot", "private state: snapshot"),
-            (state.private, "quiet_digest", "private state: digest"),
+            (state, "disturbed", "private state: comparison"),
             (engine._arena, "seal", "seal: write"),
             (engine.feed, "position", "seal: data position"),
         ):
