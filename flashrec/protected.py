@@ -1,6 +1,5 @@
 """What protect() was given, as one object: tensor, common and private state, and the groups' buckets."""
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from flashrec.phases import Plan
 from flashrec.state import tensors
 from flashrec.state.capture import capture
 from flashrec.state.export import export
+from flashrec.state.files import write_whole
 from flashrec.state.layout import Layout
 from flashrec.state.manifest import ExportManifest, Source, export_path
 from flashrec.state.private import PrivateState, Redo
@@ -52,12 +52,8 @@ class ProtectedState:
     def publish_layout(self, shm_dir: Path, rank: int) -> str:
         """Write the description others can compare with; returns its digest."""
         layout = self.captured.layout()
-        path = shm_dir / "layout" / f"r{rank}"
-        aside = path.with_suffix(".new")
-        fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "wb") as file:
-            file.write(layout.to_bytes())
-        os.rename(aside, path)
+        described = layout.to_bytes()
+        write_whole(shm_dir / "layout" / f"r{rank}", [described], len(described))
         return layout.digest
 
     # --- private state ------------------------------------------------------------------------------------

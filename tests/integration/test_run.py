@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
@@ -94,6 +95,51 @@ def test_a_log_folder_that_cannot_be_made(tmp_path: Path) -> None:
     assert found.returncode != 0
     assert "Not a directory" in reason(found.stderr)
     assert str(tmp_path / "file") in reason(found.stderr)
+
+
+def with_shared_memory_of(mebibytes: int, *args: str | Path) -> subprocess.CompletedProcess[str]:
+    """`flashrec run` in a mount namespace of its own, in which /dev/shm is that small."""
+    mount = f"mount -t tmpfs -o size={mebibytes}m tmpfs /dev/shm"
+    within = f'{mount} && "$@"; code=$?; ls /dev/shm; exit $code'
+    command = [*FLASHREC, "run", "--standby", "0", *map(str, args)]
+    found = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", within, "sh", *command],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if "unshare" in found.stderr or "mount:" in found.stderr:
+        pytest.skip(f"no mount namespaces here: {found.stderr}")
+    return found
+
+
+def test_shared_memory_that_is_too_small(tmp_path: Path) -> None:
+    found = with_shared_memory_of(2, *LIGHT, script(tmp_path, ""))
+    assert (found.returncode, found.stdout) == (1, "")
+    says = "/dev/shm has 2 MiB free; a job needs at least 16 MiB there, and room for its state"
+    assert found.stderr == f"flashrec: {says}\n"
+
+
+FILLS = """
+import torch, flashrec
+flashrec.init()
+model = torch.nn.Linear(4, 4)
+with open("/dev/shm/fill", "wb", buffering=0) as file:
+    try:
+        while True:
+            file.write(bytes(1 << 16))
+    except OSError:
+        pass
+flashrec.protect(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+"""
+
+
+def test_shared_memory_that_fills_up(tmp_path: Path) -> None:
+    found = with_shared_memory_of(18, script(tmp_path, FILLS))
+    assert (found.returncode, found.stdout) == (1, "fill\n")
+    assert "EnvironmentFault: /dev/shm/flashrec-" in reason(found.stderr)
+    assert re.search(r"is full: \d+ bytes needed, 0 free; give it more room", reason(found.stderr))
 
 
 # --- how a script ends --------------------------------------------------------------------------------------
@@ -219,6 +265,71 @@ def test_bytes_that_are_not_text(tmp_path: Path) -> None:
     found = flashrec("run", *LIGHT, path, os.fsdecode(b"a\xfe"), env={"ODD": os.fsdecode(b"b\xfd")})
     assert (found.returncode, found.stderr) == (0, "")
     assert os.fsencode(found.stdout) == b"a\xfeb\xfd\n"
+
+
+# --- how a recovery looks from outside ----------------------------------------------------------------------
+
+DISAGREES = """
+import os, torch, flashrec
+flashrec.init()
+model = torch.nn.Linear(4, 4 + int(os.environ["RANK"]))
+flashrec.protect(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+"""
+STUMBLES = """
+import os, sys, signal, torch, flashrec
+flashrec.init()
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+flashrec.protect(model=model, optimizer=optimizer)
+mark = os.path.join(sys.argv[1], "stumbled")
+while flashrec.current_step() < 8:
+    with flashrec.step():
+        model(torch.ones(1, 4)).sum().backward()
+        if flashrec.current_step() == 5 and flashrec.rank() == 1:
+            if sys.argv[2] == "always":
+                raise ValueError("a poison batch")
+            if not os.path.exists(mark):
+                open(mark, "w").close()
+                os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.step()
+        optimizer.zero_grad()
+print("done")
+"""
+
+
+def test_ranks_that_disagree_about_the_state_are_named_with_the_tensor() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        found = flashrec("run", "--standby", "0", "--nproc-per-node", "2", script(Path(folder), DISAGREES))
+    assert found.returncode == 1
+    says = r"rank (\d) and rank (\d) disagree about the layout of the state: tensor 0 is 'model\.weight' "
+    says += (
+        r"\(float32, shape \[(\d), 4\]\) in rank \1, 'model\.weight' \(float32, shape \[\d, 4\]\) in rank \2"
+    )
+    match = re.fullmatch(says, reason(found.stderr))
+    assert match, found.stderr
+    assert int(match[3]) == 4 + int(match[1])
+
+
+def test_a_recovery_is_shown_in_two_lines(tmp_path: Path) -> None:
+    found = flashrec("run", "--nproc-per-node", "2", script(tmp_path, STUMBLES), tmp_path, "once")
+    assert found.returncode == 0, found.stderr
+    assert sorted(found.stdout.splitlines()) == ["[0]: done", "[1]: done"]
+    first, second = found.stderr.splitlines()
+    assert first == "flashrec: recovering: generation 1: rank 1 is lost (killed by SIGKILL)"
+    says = r"flashrec: recovered \(step 5\): the next step was committed on all ranks after \d+ ms"
+    assert re.fullmatch(says, second)
+
+
+def test_a_step_that_always_fails_ends_the_job_with_its_traceback(tmp_path: Path) -> None:
+    found = flashrec("run", "--nproc-per-node", "2", script(tmp_path, STUMBLES), tmp_path, "always")
+    assert found.returncode == 1
+    assert reason(found.stderr) == (
+        "step 5 failed 4 times; given up. rank 1 failed first: exit code 1: ValueError: a poison batch"
+    )
+    assert (
+        found.stderr.count("ValueError: a poison batch") == 4 + 4 + 1
+    )  # tracebacks, recoveries, the last line
 
 
 # --- what it shows ------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -242,3 +243,20 @@ def test_a_log_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(EnvironmentFault, match="file"):
         LogLayout(tmp_path / "file", "job").rank_files(0)
+
+
+def test_finish_asks_for_room_before_each_read(lines: Lines, path: Path) -> None:
+    """However much an ended process has printed: what the reader has no room for stays in the file."""
+    tail = Tail(lines)
+    tail.follow("r0", {"stdout": path})
+    append(path, (b"y" * 999 + b"\n") * 1000)
+    held: list[int] = []
+
+    async def room() -> None:
+        held.append(sum(map(len, lines.texts)))
+        await asyncio.sleep(0)
+
+    asyncio.run(tail.finish("r0", room))
+    assert lines.texts == [b"y" * 999] * 1000
+    assert len(held) > 10
+    assert max(after - before for before, after in pairwise(held)) < 70_000  # a read, and the rest of a line

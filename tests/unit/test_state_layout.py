@@ -120,3 +120,14 @@ def test_malformed_layouts_are_refused(wire: object) -> None:
 def test_malformed_pieces_are_refused(wire: object) -> None:
     with pytest.raises(ProtocolError):
         Piece.from_wire(wire)
+
+
+def test_a_difference_says_whose_is_whose() -> None:
+    short, long = layout_of([1, 2]), layout_of([1, 2, 3])
+    names = ("rank 3", "rank 0")
+    assert short.difference(long, names) == f"tensor 2 is {long.specs[2]} in rank 0, absent in rank 3"
+    assert long.difference(short, names) == f"tensor 2 is {long.specs[2]} in rank 3, absent in rank 0"
+    other = layout_of([1, 5])
+    difference = short.difference(other, names)
+    assert difference == f"tensor 1 is {short.specs[1]} in rank 3, {other.specs[1]} in rank 0"
+    assert short.difference(layout_of([1, 2]), names) is None
