@@ -169,7 +169,8 @@ class GroupSet:
                 must end a blocked `get` with an exception. It is used until the next `form`.
             generation: greater than any before.
             address: of the interface to listen on.
-            timeout_s: how long a collective, and a connection, may take.
+            timeout_s: how long a collective, and a connection, may take; and how long three threads
+                of gloo's linger after a cut in the middle of a message (see `waiting`).
 
         Raises:
             GroupsAborted: `abort()` was called, or a peer could not be reached. Nothing is formed.

@@ -181,7 +181,9 @@ class Transport:
                 sock.close()
             self._kept.clear()
             self._stores.clear()
-        remains: list[Any] = [*groups, self._device]
+        # The device goes with the last group that uses it: on its own it would be destroyed, and its
+        # loop waited for, under the interpreter's lock.
+        remains: list[Any] = [self._device, *groups]
         groups.clear()
         self._device = None
         thread = threading.Thread(target=_destroy, args=(remains,), name="flashrec-bury", daemon=True)
@@ -220,7 +222,7 @@ class Transport:
 
 def _destroy(remains: list[Any]) -> None:
     while remains:
-        del remains[0]  # groups first: they use the device
+        del remains[0]
 
 
 def _await_quiet(burial: threading.Thread) -> None:

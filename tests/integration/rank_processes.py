@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from flashrec.errors import GroupsAborted
 
-DEADLINE_S = 30
+DEADLINE_S = 60
 _context = multiprocessing.get_context("fork")
 
 
