@@ -164,7 +164,8 @@ def _times(record: dict[str, Any], killed_ns: int, step_ms: float) -> dict[str, 
 def torchrun(size: str, ranks: int, restarts: int, out: Path) -> Iterator[None]:
     """The comparison's job; it is ended at exit."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["--max-restarts", str(restarts), "--monitor-interval", str(TORCHRUN_MONITOR_S)]
+    # More than there are kills: after some of them the ranks of a new attempt fail to meet, and start once more.
+    command += ["--max-restarts", str(5 * restarts), "--monitor-interval", str(TORCHRUN_MONITOR_S)]
     command += ["-m", "benchmarks.restart_rank", "--size", size, "--every", str(CHECKPOINT_EVERY)]
     command += ["--steps", "100000", "--out", str(out)]
     environment = {**os.environ, "PYTHONPATH": search_path(), "OMP_NUM_THREADS": "1"}
