@@ -44,6 +44,7 @@ class Engine:
         self.rehearsing = False
         self.in_section = False
         self.attempt = 0
+        self.asked_for_step = False  # current_step() was called since the last step
         self._entered: int | None = None
         self._machine: ph.RankMachine | None = None
         self._arena: Arena | None = None
@@ -171,6 +172,10 @@ class Engine:
     def leave(self) -> None:
         """The script is at its end: linger until every rank is, ready to serve those that die meanwhile."""
         if self._machine is None or self.state is None or self.phase in (Phase.STARTING, Phase.GONE):
+            return
+        if self.rehearsing or self.phase in IN_BODY:
+            # sys.exit(0) inside a step: the others wait for this rank, and its exit tells them at once.
+            self.note("ended inside a step", "the script ended with exit code 0 before its step had")
             return
         if self.phase is Phase.BUILDING and not self._machine.state.rehearsed:
             self._handle(ph.Rehearsed())  # a script that takes no step has nothing to rehearse

@@ -77,12 +77,20 @@ class OwnStep(AbstractContextManager[Step]):
     that is the whole step. The decorated function is called again, with the same arguments, until the step
     is committed; its result is returned then."""
 
-    def __init__(self, engine_of: Callable[[], Engine]) -> None:
+    def __init__(self, engine_of: Callable[[], Engine], *, keeps_arguments: bool = False) -> None:
         self._engine_of = engine_of
+        self._keeps_arguments = keeps_arguments
         self._step: Step | None = None
 
     def __enter__(self) -> Step:
         engine = self._engine_of()
+        if not engine.asked_for_step and not self._keeps_arguments:
+            raise UsageError(
+                "a loop of one's own must ask flashrec.current_step() before each step, and take the batch of that "
+                "number: a loop that just goes on to its next batch would lose the batch of a step that has to be "
+                "redone. Or use flashrec.steps(loader, total), or decorate a function with flashrec.step()"
+            )
+        engine.asked_for_step = False
         self._step = Step(engine, engine.expected_step())
         if engine.must_rehearse:
             engine.begin_rehearsal()
@@ -101,7 +109,7 @@ class OwnStep(AbstractContextManager[Step]):
         def whole_step(*args: P.args, **kwargs: P.kwargs) -> R:
             first: int | None = None
             while True:
-                with OwnStep(self._engine_of) as step:
+                with OwnStep(self._engine_of, keeps_arguments=True) as step:
                     if first is not None and step.index != first:
                         raise RecoveryFailed(
                             f"called for step {first}, but the job goes on at step {step.index}: these arguments "

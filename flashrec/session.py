@@ -169,7 +169,9 @@ def steps(data: Source, total: int, micro: int = 1) -> Iterator[Step]:
 
 def step() -> OwnStep:
     """One step of a loop of one's own (`with flashrec.step() as step:`), or a decorator for a function that is
-    the whole step. After a failure the step is not committed, and `current_step()` stays where it was."""
+    the whole step. After a failure the step is not committed, and `current_step()` stays where it was: ask it
+    before each step, and let the batch follow from it. A plain `for batch in loader: with flashrec.step():`
+    would lose the batch of a step that has to be redone, so it is refused (UsageError)."""
     return OwnStep(_protected)
 
 
@@ -181,7 +183,10 @@ def section() -> Section:
 def current_step() -> int:
     """The step that comes next (inside a step: its own index). A replacement asks after it has recovered."""
     engine = _protected()
-    return engine.version or 0 if engine.phase in IN_BODY else engine.expected_step()
+    if engine.phase in IN_BODY:
+        return engine.version or 0
+    engine.asked_for_step = True
+    return engine.expected_step()
 
 
 def rank() -> int:

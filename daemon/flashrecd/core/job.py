@@ -185,7 +185,7 @@ class Core:
             self._set(first_failure=f"rank {rank} failed first: {how}")
         if self.state.status is Status.STARTING or not self._anything_to_lose():
             self._restart_world(rank, event, how)
-        elif self._charged_before(was) or self._charge(f"rank {rank}: {how}"):
+        elif self._charge(f"rank {rank}: {how}", again=not self._charged_before(was)):
             self._park_all(f"rank {rank} is lost ({how})")
             self._replace(rank)
             self._plan_if_parked()
@@ -201,9 +201,10 @@ class Core:
         a replacement that dies while others still park costs one more, lest it do so for ever."""
         return self.state.status is Status.PARKING and was is not RankStatus.BUILDING
 
-    def _charge(self, cause: str) -> bool:
-        """Takes one from the restart budget; False, and the job ends, when it is spent."""
-        self._set(restarts=self.state.restarts + 1)
+    def _charge(self, cause: str, *, again: bool = True) -> bool:
+        """Takes one from the restart budget, unless this recovery has paid; False, and the job ends, when it is
+        overdrawn."""
+        self._set(restarts=self.state.restarts + again)
         if self.config.max_restarts is not None and self.state.restarts > self.config.max_restarts:
             self._finish(1, f"{cause}; the restart budget of {self.config.max_restarts} is spent")
             return False
@@ -308,13 +309,16 @@ class Core:
         self._plan_if_parked()
 
     def _park_for(self, rank: int) -> None:
-        if self._charge(f"rank {rank} parked"):
-            self._park_all(f"a collective failed at rank {rank}")
+        # If the budget is overdrawn by this, the job ends when it is known who died, or that nobody did.
+        self._set(restarts=self.state.restarts + 1)
+        self._park_all(f"a collective failed at rank {rank}")
 
     def _plan_if_parked(self) -> None:
         if self.state.status is not Status.PARKING:
             return
         if not self._all(RankStatus.PARKED, RankStatus.BUILDING):
+            return
+        if not self._charge(self.state.first_failure or "every rank parked and none had died", again=False):
             return
         survivors = {
             rank: Survivor(m.version or 0, m.can_advance)
@@ -331,7 +335,7 @@ class Core:
         if tries > self.config.max_tries_per_step:
             self._finish(
                 1,
-                f"step {plan.version} failed {tries} times; given up. {self.state.first_failure or self._last_error()}",
+                f"step {plan.version} failed {tries} times; given up. {self._why_it_failed()}",
             )
             return
         for rank in range(self.config.world_size):
@@ -340,8 +344,10 @@ class Core:
         self._log("plan", f"generation {generation}: {reason}", step=plan.version)
         self._do(ev.SendPlan(plan, self._live_procs()))
 
-    def _last_error(self) -> str:
-        return self.state.errors[-1][1] if self.state.errors else ""
+    def _why_it_failed(self) -> str:
+        """What struck first, and, where that says less, the last traceback's last line (a replacement's, say)."""
+        first, last = self.state.first_failure, self.state.errors[-1][1] if self.state.errors else ""
+        return first if not last or last in first else f"{first}; the last error: {last}".removeprefix("; ")
 
     def _formed(self, event: ev.Formed, now: float) -> None:
         rank = self.rank_of(event.proc)
