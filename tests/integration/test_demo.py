@@ -48,6 +48,7 @@ def test_killed_ranks_change_no_bit(
     assert found["reference_step_ms"] > 0
     assert {"step_ms", "overhead_percent"} <= found.keys()
 
+    assert isinstance(found["unplanned"], list)  # a starved machine may make the daemon suspect a rank
     assert len(found["faults"]) == num_faults
     places = Counter()
     for fault in found["faults"]:

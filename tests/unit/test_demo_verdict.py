@@ -13,7 +13,7 @@ from rich.console import Console
 
 import outcome
 from flashrec.cli.demo import report
-from flashrec.cli.demo.faults import FaultReport, join
+from flashrec.cli.demo.faults import FaultReport, join, unplanned
 from flashrec.cli.demo.injector import Strike
 from flashrec.cli.demo.schedule import Fault
 from flashrec.cli.demo.settings import Settings
@@ -224,6 +224,17 @@ def test_recovery_that_is_not_over_has_no_time() -> None:
 def test_death_nobody_noticed_has_no_times() -> None:
     (one,) = join(FAULTS[:1], STRIKES[:1], [{**RECOVERY, "faults": [{"rank": 1, "at_ns": 99 * MS}]}], {})
     assert (one.timeline, one.complete) == ({}, False)
+
+
+def test_a_death_of_another_cause_is_named() -> None:
+    assert unplanned(STRIKES, [RECOVERY]) == []
+    crash = {"rank": 0, "kind": "exit 1", "at_ns": 140 * MS, "place": "forward"}
+    early = {"rank": 1, "kind": "SIGKILL", "at_ns": 90 * MS}
+    found = unplanned(STRIKES, [{**RECOVERY, "faults": [early, *RECOVERY["faults"], crash]}])
+    assert found == [
+        "rank 1, SIGKILL, in an unknown place of step 5",
+        "rank 0, exit 1, in forward of step 5",
+    ]
 
 
 # --- figures --------------------------------------------------------------------------------------------

@@ -74,13 +74,16 @@ def _run(settings: Settings, schedule: list[Fault], folder: Path, console: Conso
     if reports:
         console.print(report.fault_table(reports, console.width))
     console.print(report.summary(settings, reports, verdict, figures, record.failure))
+    unplanned = record.unplanned()
+    if unplanned:
+        console.print("", "Deaths that were not planned:", *unplanned, sep="\n", markup=False)
     if record.failure is not None:
         console.print("", "What the ranks last wrote to stderr:", *record.stderr, sep="\n", markup=False)
     seconds = time.monotonic() - began
     console.print(f"\nThe whole demo took {seconds:.0f} s.")
     if as_json:
         found = report.to_json(
-            settings, reports, redone_steps(lines), verdict, figures, seconds, record.failure
+            settings, reports, unplanned, redone_steps(lines), verdict, figures, seconds, record.failure
         )
         click.echo(json.dumps(found))
     return int(not verdict.identical or any(one.strike is None for one in reports))

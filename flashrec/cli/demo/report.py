@@ -31,6 +31,7 @@ COLUMNS = {
 def to_json(
     settings: Settings,
     reports: Sequence[FaultReport],
+    unplanned: Sequence[str],
     redone: set[int],
     verdict: Verdict,
     cost: Cost,
@@ -52,6 +53,7 @@ def to_json(
         "losses_identical": verdict.losses_identical,
         "first_difference": verdict.first_difference,
         "faults": [report.to_json(redone) for report in reports],
+        "unplanned": list(unplanned),
         "seconds": round(seconds, 1),
         "failure": failure,
     }

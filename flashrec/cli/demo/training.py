@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from flashrec import __version__
 from flashrec.cli.client import Client, ask_status
-from flashrec.cli.demo.faults import FaultReport, join
+from flashrec.cli.demo.faults import FaultReport, join, unplanned
 from flashrec.cli.demo.injector import InjectorProcess, Strike
 from flashrec.cli.demo.schedule import Fault
 from flashrec.cli.demo.settings import PROGRAMS, Settings
@@ -51,6 +51,9 @@ class Record:
 
     def reports(self) -> list[FaultReport]:
         return join(self.faults, self.strikes, self.recoveries, self.standbys)
+
+    def unplanned(self) -> list[str]:
+        return unplanned(self.strikes, self.recoveries)
 
 
 class Training:
