@@ -34,7 +34,7 @@ class Profile:
             (engine._machine, "handle", "state machine: transitions"),
             (engine, "publish", "tag: phase changes"),
             (engine, "mark", "tag: backward"),
-            (engine, "count_collective", "tag: collectives"),
+            (engine.beacon, "count_collective", "tag: collectives"),
             (engine, "_drain", "link: messages"),
             (engine, "_vote", "gate: vote"),
             (engine._gate, "agree", "gate: agreement, with waiting"),

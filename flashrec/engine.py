@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flashrec import phases as ph
+from flashrec.beacon import Beacon
 from flashrec.data import Feed
 from flashrec.errors import GroupsAborted, RecoveryFailed, StepAbandoned, UsageError
 from flashrec.gate import Gate, open_gate
@@ -21,7 +22,6 @@ from flashrec.groups import GateBroken, GroupSet
 from flashrec.link import DaemonLost, Incoming, Link
 from flashrec.protected import ProtectedState
 from flashrec.protocol import messages as msg
-from flashrec.protocol import tag as tags
 from flashrec.rendezvous import RendezvousStore
 from flashrec.state.arena import Arena
 from flashrec.state.pull import PullCancelled, Puller
@@ -48,7 +48,7 @@ class Engine:
         self._entered: int | None = None
         self._machine: ph.RankMachine | None = None
         self._arena: Arena | None = None
-        self._tag: tags.TagWriter | None = None
+        self.beacon = Beacon()
         self._store: RendezvousStore | None = None
         self._gate: Gate | None = None
         self._sources: tuple[int, ...] = ()
@@ -99,8 +99,8 @@ class Engine:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0", ROLE_RANK=str(rank))
         self._machine = ph.RankMachine(ph.RankState(rank, phase, generation))
         self._arena = Arena(self.shm_dir / "private", rank)
-        self._tag = tags.TagWriter(tags.tag_path(self.shm_dir, rank))
-        self.publish()
+        self.beacon.light(self.shm_dir, rank)
+        self.beacon.show(self._machine.state, self.attempt)
 
     def form_first(self) -> None:
         """Connect the world of a job that starts. If somebody dies meanwhile the daemon ends this process."""
@@ -372,7 +372,7 @@ class Engine:
     def _handle(self, event: ph.Event) -> None:
         assert self._machine is not None
         actions = self._machine.handle(event)
-        self.publish()
+        self.beacon.show(self._machine.state, self.attempt)
         for action in actions:
             if not self._execute(action):
                 break
@@ -487,50 +487,16 @@ class Engine:
         self._pulled_ns = time.monotonic_ns()
 
     def _commit(self, version: int) -> None:
-        assert self._tag is not None
         assert self._machine is not None
         now = time.monotonic_ns()
-        self._tag.committed, self._tag.committed_ns = version, now
+        self.beacon.committed(version, now)
         if self._report_commit:
             self._report_commit = False
             self.link.send(msg.Committed(self.link.proc, self._machine.state.generation, version, now))
-        self.publish()
-
-    # --- the tag --------------------------------------------------------------------------------------------
-
-    def publish(self) -> None:
-        """Phase, step and generation, for all to see."""
-        if self._tag is None or self._machine is None:
-            return
-        state, tag = self._machine.state, self._tag
-        if state.phase is Phase.COMPUTING and tag.phase != Phase.COMPUTING:
-            tag.progress = 0
-        if tag.body != tags.SECTION and state.phase is not tag.phase:
-            tag.body = tags.FORWARD
-        tag.progress += 1
-        tag.phase, tag.generation, tag.attempt = state.phase, state.generation, self.attempt
-        tag.step = -1 if state.version is None else state.version
-        tag.changed_ns = time.monotonic_ns()
-        tag.publish()
-
-    def mark(self, body: int) -> None:
-        """Where in a body: forward, backward, or a section."""
-        if self._tag is not None:
-            self._tag.body = body
-            self._tag.publish()
-
-    def count_collective(self) -> None:
-        if self._tag is not None:
-            self._tag.progress += 1
-            self._tag.publish()
-
-    def report_loss(self, loss: float) -> None:
-        if self._tag is not None:
-            self._tag.loss = loss
+        self.beacon.show(self._machine.state, self.attempt)
 
     def close(self) -> None:
         if self._gate is not None:
             self._gate.close()
         self.groups.close()
-        if self._tag is not None:
-            self._tag.close()
+        self.beacon.close()

@@ -137,7 +137,7 @@ class Section(AbstractContextManager["Section"]):
         assert self._engine.state is not None
         self._random = self._engine.state.private.random_state()
         self._engine.in_section = True
-        self._engine.mark(tags.SECTION)
+        self._engine.beacon.mark(tags.SECTION)
         return self
 
     def __exit__(
@@ -145,7 +145,7 @@ class Section(AbstractContextManager["Section"]):
     ) -> bool:
         assert self._engine.state is not None
         self._engine.in_section = False
-        self._engine.mark(tags.FORWARD)
+        self._engine.beacon.mark(tags.FORWARD)
         failed = self._engine.groups.latched is not None
         self.valid = error is None and not failed
         self._engine.state.private.restore_random(self._random)
@@ -195,7 +195,7 @@ def mark_backward(engine: Engine, model: torch.nn.Module) -> None:
     """Let the tag say when a step's backward has begun: with the first gradient that is complete."""
     last = [parameter for parameter in model.parameters() if parameter.requires_grad][-1:]
     for parameter in last:
-        parameter.register_post_accumulate_grad_hook(lambda _: engine.mark(tags.BACKWARD))
+        parameter.register_post_accumulate_grad_hook(lambda _: engine.beacon.mark(tags.BACKWARD))
 
 
 __all__ = ["OwnStep", "Section", "Step", "install_gate", "mark_backward"]

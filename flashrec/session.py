@@ -90,7 +90,7 @@ def _on_collective(name: str) -> None:
     engine = _session.engine
     if engine is None:
         return
-    engine.count_collective()
+    engine.beacon.count_collective()
     if engine.state is None or engine.rehearsing or engine.in_section:
         return
     if engine.phase in (Phase.APPLYING, Phase.TAIL):
@@ -203,4 +203,4 @@ def report_loss(loss: float) -> None:
     """Show a number with this rank in `flashrec status` and the demo; costs nothing else."""
     engine = _session.engine
     if engine is not None:
-        engine.report_loss(loss)
+        engine.beacon.report_loss(loss)
