@@ -22,6 +22,7 @@ from flashrec.protocol.places import default_run_dir
 
 ANSWER_S = 10.0
 START_S = 20.0
+LONGEST_PARENT = 70
 
 
 class Client:
@@ -112,7 +113,9 @@ def connect(run_dir: Path | None) -> Client:
 @contextlib.contextmanager
 def private_daemon() -> Iterator[Client]:
     """A daemon for this command alone, gone with it, whatever happens to either."""
-    with tempfile.TemporaryDirectory(prefix="flashrec-", ignore_cleanup_errors=True) as folder:
+    # The path of a socket is short, that of a temporary directory need not be.
+    parent = "/tmp" if len(os.fsencode(tempfile.gettempdir())) > LONGEST_PARENT else None
+    with tempfile.TemporaryDirectory(prefix="flashrec-", dir=parent, ignore_cleanup_errors=True) as folder:
         run_dir = Path(folder)
         log = run_dir / "daemon.log"
         _become_subreaper()
@@ -146,8 +149,9 @@ def private_daemon() -> Iterator[Client]:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
-            _end_orphans()
-            remove_stale()  # a daemon that was killed could not
+            if daemon.returncode != 0:  # it was killed, and could not clear up
+                _end_orphans()
+                remove_stale()
 
 
 def _become_subreaper() -> None:

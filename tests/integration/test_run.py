@@ -332,6 +332,14 @@ def test_a_step_that_always_fails_ends_the_job_with_its_traceback(tmp_path: Path
     )  # tracebacks, recoveries, the last line
 
 
+def test_a_long_temporary_directory(tmp_path: Path) -> None:
+    """Longer than the path of a socket may be."""
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    found = flashrec("run", *LIGHT, script(tmp_path, "print('fine')"), env={"TMPDIR": str(long)})
+    assert (found.returncode, found.stdout, found.stderr) == (0, "fine\n", "")
+
+
 # --- what it shows ------------------------------------------------------------------------------------------
 
 SPEAKS = """
