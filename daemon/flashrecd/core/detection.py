@@ -92,6 +92,11 @@ class Detector:
         self._watches.pop(proc, None)
         self._condemned.discard(proc)
 
+    def step_of(self, proc: str) -> int | None:
+        """The step whose body `proc` was last seen in; None between steps."""
+        watch = self._watches.get(proc)
+        return watch.entered if watch is not None else None
+
     def condemn(self, proc: str) -> bool:
         """True the first time: a suspect is killed once."""
         if proc in self._condemned:

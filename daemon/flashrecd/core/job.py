@@ -486,7 +486,7 @@ class Core:
         """Suspicion is not death: the process is killed, and replaced when the kernel says it is gone."""
         proc = self.state.members[rank].proc
         if self.detector.condemn(proc):
-            self._log("suspect", why, rank, self.state.members[rank].version)
+            self._log("suspect", why, rank, self.detector.step_of(proc))
             self._do(ev.Kill(proc, True, why))
 
 
