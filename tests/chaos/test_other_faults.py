@@ -1,7 +1,5 @@
 """Faults that are no clean death: silence, standing still, exceptions, ends that come too early."""
 
-import signal
-
 import pytest
 
 from chaos.faults.exit_early import ExitEarly
@@ -12,7 +10,7 @@ from chaos.faults.stop import Stop
 from chaos.recipe import Recipe
 from chaos.scenario import Scenario, run
 
-QUICK = 0.6  # seconds of silence after which a rank is suspected
+QUICK = 1.0  # seconds of silence after which a rank is suspected
 
 
 def test_stopped_ranks_are_replaced(play) -> None:  # type: ignore[no-untyped-def]
@@ -32,7 +30,7 @@ def test_rank_0_sleeps_between_steps(play) -> None:  # type: ignore[no-untyped-d
 def test_exceptions_and_early_ends(play) -> None:  # type: ignore[no-untyped-def]
     faults = [
         RaiseError(1, "forward", 2),
-        RaiseError(0, "tail", 4, times=2),
+        RaiseError(0, "backward", 4, times=2),
         HardExit(2, "backward", 6),
         HardExit(0, "apply", 8, code=3),
         ExitEarly(1, "forward", 10),
@@ -73,4 +71,4 @@ def test_every_rank_killed_names_what_has_no_source(folder) -> None:  # type: ig
     assert outcome.ended.code == 1
     assert "cannot recover" in outcome.ended.reason
     assert "no rank is left that holds the tensor state" in outcome.ended.reason
-    assert f"signal {signal.SIGKILL.value}" in outcome.ended.reason
+    assert "failed first: killed by SIGKILL" in outcome.ended.reason
