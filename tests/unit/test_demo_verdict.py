@@ -263,7 +263,11 @@ def test_overhead_is_that_of_the_same_steps() -> None:
     figures = cost({1: 11.0, 2: 22.0, 9: 500.0}, {1: 10.0, 2: 20.0, 7: 1.0})
     assert figures.overhead_percent == pytest.approx(10)
     assert (figures.num_paired, figures.step_ms, figures.reference_step_ms) == (2, 22.0, 10.0)
+    spread = cost({step: 10.0 + step for step in range(1, 4)}, dict.fromkeys(range(1, 4), 10.0))
+    assert spread.overhead_percent == pytest.approx(20)
+    assert spread.overhead_quartiles == pytest.approx((10, 30))
     assert cost({}, {1: 1.0}).overhead_percent is None
+    assert cost({1: 2.0}, {1: 1.0}).overhead_quartiles is None
 
 
 def test_logs_are_read_as_written(tmp_path: Path) -> None:

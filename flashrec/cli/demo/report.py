@@ -43,6 +43,7 @@ def to_json(
         "step_ms": _rounded(cost.step_ms),
         "reference_step_ms": _rounded(cost.reference_step_ms),
         "overhead_percent": _rounded(cost.overhead_percent),
+        "overhead_quartiles": [_rounded(value) for value in cost.overhead_quartiles or ()],
         "overhead_steps": cost.num_paired,
         "ranks": settings.ranks,
         "steps": settings.steps,
@@ -136,8 +137,8 @@ def summary(
     if cost.step_ms is not None and cost.overhead_percent is not None:
         lines.append(
             Text(
-                f"Step time: {cost.step_ms:.1f} ms, {cost.overhead_percent:+.1f} % against plain torch "
-                f"(medians over {cost.num_paired} undisturbed steps, each paired with itself in the other run)"
+                f"Step time: {cost.step_ms:.1f} ms, {cost.overhead_percent:+.1f} % against plain torch{_spread(cost)}: "
+                f"medians over {cost.num_paired} undisturbed steps, each paired with itself in the other run"
             )
         )
     if failure is not None:
@@ -145,6 +146,13 @@ def summary(
     else:
         lines += [Text(""), _verdict_table(settings, verdict)]
     return Group(*lines)
+
+
+def _spread(cost: Cost) -> str:
+    if cost.overhead_quartiles is None:
+        return ""
+    low, high = cost.overhead_quartiles
+    return f" (quartiles {low:+.1f} and {high:+.1f} %)"
 
 
 def _verdict_table(settings: Settings, verdict: Verdict) -> RenderableType:

@@ -24,11 +24,13 @@ class StepLine:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Medians. `overhead_percent`: of the ratios of the same step in both runs, less one."""
+    """Medians. `overhead_percent`: of the ratios of the same step in both runs, less one; `overhead_quartiles`: a
+    quarter of the ratios is below, a quarter above. The runs are minutes apart: a busy machine shows here."""
 
     step_ms: float | None
     reference_step_ms: float | None
     overhead_percent: float | None
+    overhead_quartiles: tuple[float, float] | None
     num_paired: int
 
 
@@ -77,11 +79,13 @@ def undisturbed(
 def cost(ours: Mapping[int, float], reference: Mapping[int, float]) -> Cost:
     """Ours against the reference's, each step with the same step: they have the same data to work on."""
     paired = sorted(ours.keys() & reference.keys())
-    ratios = [ours[step] / reference[step] for step in paired]
+    percents = [100 * (ours[step] / reference[step] - 1) for step in paired]
+    quartiles = statistics.quantiles(percents, n=4) if len(percents) > 1 else None
     return Cost(
         step_ms=_median(ours.values()),
         reference_step_ms=_median(reference.values()),
-        overhead_percent=100 * (statistics.median(ratios) - 1) if ratios else None,
+        overhead_percent=_median(percents),
+        overhead_quartiles=(quartiles[0], quartiles[2]) if quartiles is not None else None,
         num_paired=len(paired),
     )
 
