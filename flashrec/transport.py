@@ -29,6 +29,9 @@ from flashrec.torch_private import Store
 
 Address = tuple[str, int]
 
+BURIAL = "flashrec-bury"
+"""Name of the threads that destroy a generation's groups."""
+
 # gloo's default; more threads per group would only reorder what c10d issues in order.
 _NUM_THREADS = 2
 _LISTENER_TRIES = 5
@@ -186,7 +189,7 @@ class Transport:
         remains: list[Any] = [self._device, *groups]
         groups.clear()
         self._device = None
-        thread = threading.Thread(target=_destroy, args=(remains,), name="flashrec-bury", daemon=True)
+        thread = threading.Thread(target=_destroy, args=(remains,), name=BURIAL, daemon=True)
         thread.start()
         if wait:
             _await_quiet(thread)

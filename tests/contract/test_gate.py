@@ -15,8 +15,10 @@ import pytest
 from flashrec.errors import UsageError
 from flashrec.gate import MAX_VALUES, AllReduceGate, Gate, SharedMemoryGate
 from flashrec.groups import GateBroken, GroupSet
+from flashrec.transport import BURIAL
 from tests.integration.rank_processes import Rank, Ranks, descriptors
 
+DEADLINE_S = 30.0
 KINDS = ["all-reduce", "shared memory"]
 BIG = (1 << 63) - 1
 
@@ -158,16 +160,22 @@ def moves_on(rank: Rank, kind: str, directory: Path) -> Any:
 
 
 def opens_and_closes(rank: Rank, kind: str, directory: Path) -> Any:
+    """Descriptors held in generation 2, and in generation 11."""
     opener = Opener(kind, rank, directory)
-    counts, gate = [], opener.open(1)
+    gate = opener.open(1)
+    early = 0
     for generation in range(2, 12):
         gate.agree([1])
         gate.close()
         gate = opener.open(generation)
-        counts.append(descriptors())
+        early = early or descriptors()
+    deadline = time.monotonic() + 3  # groups let go of older generations in the background
+    while descriptors() > early and time.monotonic() < deadline:
+        time.sleep(0.02)
+    late = descriptors()
     gate.agree([1])
     opener.close(gate)
-    return counts
+    return early, late
 
 
 def run(function: Callable[..., Any], size: int, *args: Any) -> list[Any]:
@@ -240,7 +248,7 @@ def test_a_vote_of_an_older_generation_counts_for_nothing(kind: str, tmp_path: P
 @pytest.mark.parametrize("kind", KINDS)
 def test_generations_come_and_go_without_leaving_anything(kind: str, tmp_path: Path) -> None:
     for counts in run(opens_and_closes, 2, kind, tmp_path):
-        assert len(set(counts[2:])) == 1, counts
+        assert max(counts[2:]) <= counts[1], counts
     assert list(tmp_path.iterdir()) == []
 
 
