@@ -15,10 +15,8 @@ import pytest
 from flashrec.errors import UsageError
 from flashrec.gate import MAX_VALUES, AllReduceGate, Gate, SharedMemoryGate
 from flashrec.groups import GateBroken, GroupSet
-from flashrec.transport import BURIAL
 from tests.integration.rank_processes import Rank, Ranks, descriptors
 
-DEADLINE_S = 30.0
 KINDS = ["all-reduce", "shared memory"]
 BIG = (1 << 63) - 1
 
@@ -247,8 +245,8 @@ def test_a_vote_of_an_older_generation_counts_for_nothing(kind: str, tmp_path: P
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_generations_come_and_go_without_leaving_anything(kind: str, tmp_path: Path) -> None:
-    for counts in run(opens_and_closes, 2, kind, tmp_path):
-        assert max(counts[2:]) <= counts[1], counts
+    for early, late in run(opens_and_closes, 2, kind, tmp_path):
+        assert late <= early
     assert list(tmp_path.iterdir()) == []
 
 
