@@ -130,6 +130,7 @@ class Engine:
 
     def begin_rehearsal(self) -> None:
         """From here to the gate of the body that follows nothing is real."""
+        self._refuse_nesting()
         assert self.state is not None
         self.rehearsing = True
         self.state.redo.note()
@@ -139,6 +140,7 @@ class Engine:
     def catch_up(self) -> None:
         """A replacement that has rehearsed waits here until it holds the plan's version. Then private state is
         checked: it was sealed in the last gate, and is what the next step starts from."""
+        self._refuse_nesting()
         self._drain()
         if self.phase is not Phase.IDLE:
             self._await(lambda: self.phase is Phase.IDLE)
@@ -161,13 +163,16 @@ class Engine:
 
     def enter(self) -> None:
         """To the start of a step, through a recovery if one is due; or into a rehearsal."""
-        if self.phase in IN_BODY:
-            raise UsageError("a step inside a step")
         if self.rehearsing:
             return
+        self._refuse_nesting()
         self._settle(ph.Enter())
         self.attempt = self.attempt + 1 if self.version == self._entered else 0
         self._entered = self.version
+
+    def _refuse_nesting(self) -> None:
+        if self.rehearsing or self.phase in IN_BODY:
+            raise UsageError("a step inside a step: leave the first one's body before the next begins")
 
     def leave(self) -> None:
         """The script is at its end: linger until every rank is, ready to serve those that die meanwhile."""

@@ -166,10 +166,10 @@ def named_extras(private: Any) -> dict[str, Any]:
 
 
 def as_list(given: Any, kind: type, name: str) -> list[Any]:
-    """protect(model=...) and (optimizer=...): one, or several."""
-    several = (
-        [given] if isinstance(given, kind) else list(given.values() if isinstance(given, Mapping) else given)
-    )
-    if not several or not all(isinstance(one, kind) for one in several):
+    """protect(model=...) and (optimizer=...): one, or several in a list, a tuple or a mapping."""
+    several = list(given.values()) if isinstance(given, Mapping) else given
+    if isinstance(given, kind):
+        several = [given]
+    if not isinstance(several, list | tuple) or not several or not all(isinstance(s, kind) for s in several):
         raise UsageError(f"protect({name}=...) takes a {kind.__name__}, or several")
-    return several
+    return list(several)
