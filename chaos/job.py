@@ -58,15 +58,14 @@ class Job:
         path = f"{ROOT}:{ROOT / 'daemon'}"
         self._env = {**os.environ, "PYTHONPATH": path, ENV_FOLDER: str(folder), **(env or {})}
         self._run_dir = folder / "run"
-        self._daemon_log = open(folder / "daemon.log", "wb")
+        self._daemon_log = open(folder / "daemon.log", "wb")  # noqa: SIM115  # until close()
         self.daemon = self._start_daemon()
         self._client = Client(self._run_dir)
         self._control = Client(self._run_dir)
         self._present_at = 0.0
-        wanted = dict(
+        submit = msg.Submit(
             release=__version__,
             pid=os.getpid(),
-            preload=("flashrec.warm",),
             target=str(script),
             module=False,
             args=tuple(arguments),
@@ -78,12 +77,11 @@ class Job:
             max_restarts=max_restarts,
             log_dir=None,
             start_method=start_method,
+            preload=("flashrec.warm",),
             pull=pull,
             suspect_after_s=suspect_after_s,
         )
-        answer = self._client.ask(
-            msg.Submit(**{k: v for k, v in wanted.items() if k in msg.Submit.__dataclass_fields__})
-        )
+        answer = self._client.ask(submit)
         assert isinstance(answer, msg.Submitted)
         self.shm_dir = Path(answer.shm_dir)
 

@@ -101,6 +101,9 @@ class Training:
                 # What the job under flashrec drew is in a file: the reference goes on from the same seed.
                 seed.fill_(int((out.parent / "seed").read_text()))
             dist.broadcast(seed, 0)
+            box = [int(seed) if int(os.environ.get("RANK", "0")) == 0 else None]
+            dist.broadcast_object_list(box, 0)
+            assert box == [int(seed)], f"rank 0 drew {int(seed)}, and says {box[0]}"
             if not PLAIN:
                 with contextlib.suppress(FileExistsError), open(out.parent / "seed", "x") as file:
                     file.write(str(int(seed)))

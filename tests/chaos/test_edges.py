@@ -17,8 +17,7 @@ class KillEarly(KillAtPlace):
         return None
 
 
-@pytest.mark.parametrize("place", ["start", "build", "protected"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "place"), [(0, "start"), (1, "build"), (0, "protected")])
 def test_killed_before_the_first_step(place: str, rank: int, play) -> None:  # type: ignore[no-untyped-def]
     outcome = play(Scenario(recipe=Recipe(steps=4), faults=[KillEarly(rank, place)], world_size=2))
     if place != "protected":
@@ -35,14 +34,8 @@ def test_a_rank_that_dies_in_every_start_ends_the_job(folder) -> None:  # type: 
     assert "rank 1" in outcome.ended.reason
 
 
-def test_killed_in_the_last_step_and_while_others_linger(play) -> None:  # type: ignore[no-untyped-def]
-    """The last of a rank's places is the end of its script, which its replacement comes to again."""
-    faults = [
-        KillAtPlace(0, "backward", 5),
-        KillAtPlace(1, "apply", 5, after=("kill-r0-backward-5",)),
-        KillAtPlace(2, "between", 5, after=("kill-r1-apply-5",)),
-        KillAtPlace(0, "end", after=("kill-r2-between-5",), name="end-of-0"),
-    ]
+def test_killed_in_the_last_step_and_after_it(play) -> None:  # type: ignore[no-untyped-def]
+    faults = [KillAtPlace(0, "backward", 5), KillAtPlace(1, "between", 5, after=("kill-r0-backward-5",))]
     play(Scenario(recipe=Recipe(steps=6), faults=faults, standbys=2))
 
 

@@ -56,7 +56,7 @@ def test_a_static_graph_cannot_go_back_to_its_second_step(folder) -> None:  # ty
     assert "step 1" in outcome.ended.reason
 
 
-@pytest.mark.parametrize("place", ["backward", "voted", "tail"])
+@pytest.mark.parametrize("place", ["backward", "tail"])
 def test_only_step_0_fails(place: str, play) -> None:  # type: ignore[no-untyped-def]
     """Nobody has rebuilt its buckets, and nobody but the survivors ever ran step 0."""
     recipe = Recipe(steps=5, standby="built", model="deep", bucket_mb=0.002)

@@ -1,10 +1,9 @@
 """Faults that are no clean death: silence, standing still, exceptions, ends that come too early."""
 
-import pytest
-
 from chaos.faults.exit_early import ExitEarly
 from chaos.faults.hang import Hang
 from chaos.faults.hard_exit import HardExit
+from chaos.faults.kill_together import KillTogether
 from chaos.faults.raise_error import RaiseError
 from chaos.faults.stop import Stop
 from chaos.recipe import Recipe
@@ -18,13 +17,10 @@ def test_stopped_ranks_are_replaced(play) -> None:  # type: ignore[no-untyped-de
     play(Scenario(recipe=Recipe(steps=10), faults=faults, suspect_after_s=QUICK))
 
 
-@pytest.mark.parametrize("place", ["forward", "tail"])
-def test_a_rank_that_sleeps_for_ever_is_replaced(place: str, play) -> None:  # type: ignore[no-untyped-def]
-    play(Scenario(recipe=Recipe(steps=8), faults=[Hang(1, place, 4)], suspect_after_s=QUICK))
-
-
-def test_rank_0_sleeps_between_steps(play) -> None:  # type: ignore[no-untyped-def]
-    play(Scenario(recipe=Recipe(steps=8), faults=[Hang(0, "between", 4)], suspect_after_s=QUICK))
+def test_ranks_that_sleep_for_ever_are_replaced(play) -> None:  # type: ignore[no-untyped-def]
+    """In the tail it is no other rank's next step that tells, but that nobody can begin one."""
+    faults = [Hang(1, "forward", 3), Hang(0, "between", 5), Hang(2, "tail", 8)]
+    play(Scenario(recipe=Recipe(steps=11), faults=faults, suspect_after_s=QUICK))
 
 
 def test_exceptions_and_early_ends(play) -> None:  # type: ignore[no-untyped-def]
@@ -63,8 +59,6 @@ def test_the_restart_budget_ends_the_job(folder) -> None:  # type: ignore[no-unt
 
 
 def test_every_rank_killed_names_what_has_no_source(folder) -> None:  # type: ignore[no-untyped-def]
-    from chaos.faults.kill_together import KillTogether
-
     fault = KillTogether((0, 1, 2), "backward", 4)
     outcome = run(Scenario(recipe=Recipe(steps=8), faults=[fault]), folder)
     assert fault.missing(outcome.evidence) is None

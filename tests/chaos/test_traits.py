@@ -8,18 +8,19 @@ from chaos.recipe import Recipe
 from chaos.scenario import Scenario
 
 TRAITS = {
-    "everything common": Recipe(extras=("scheduler", "ema", "scaler"), optimizer="sgd", prelude=True),
-    "micro-batches": Recipe(micro=2, model="norm", extras=("scheduler",)),
-    "loader workers": Recipe(workers=2, standby="forked"),
-    "a loader made early": Recipe(loader="iterable", standby="forked", workers=1),
-    "own loop": Recipe(loop="own", model="norm"),
-    "decorated": Recipe(loop="decorated", extras=("ema",)),
-    "closure": Recipe(optimizer="closure", extras=("scheduler",)),
-    "two optimizers": Recipe(optimizer="two", objects=True),
-    "zeroed at the start": Recipe(zero_grad="start"),
-    "zeroed in place": Recipe(zero_grad="keep", extras=("scaler",)),
-    "exceptions swallowed": Recipe(swallow=True, objects=True, model="norm"),
-    "sections": Recipe(section_every=2, prelude=True, standby="forked"),
+    "common state": Recipe(
+        extras=("scheduler", "ema", "scaler"),
+        optimizer="sgd",
+        prelude=True,
+        section_every=2,
+        standby="forked",
+    ),
+    "micro-batches": Recipe(
+        micro=2, model="norm", optimizer="two", objects=True, swallow=True, extras=("scheduler",)
+    ),
+    "loader workers": Recipe(loader="iterable", workers=2, standby="forked", zero_grad="keep"),
+    "own loop": Recipe(loop="own", model="norm", zero_grad="start"),
+    "decorated": Recipe(loop="decorated", optimizer="closure", extras=("ema",)),
     "finds unused": Recipe(find_unused=True, model="deep", bucket_mb=0.002),
     "static graph": Recipe(static_graph=True, model="deep", bucket_mb=0.002),
 }
@@ -39,13 +40,11 @@ def test_bits_survive(trait: str, play) -> None:  # type: ignore[no-untyped-def]
 
 
 def test_gradients_that_add_up_over_steps(play) -> None:  # type: ignore[no-untyped-def]
-    """Never zeroed: a step begins with the gradients of the one before, which a replacement needs too."""
-    play(Scenario(recipe=Recipe(zero_grad="never"), faults=FAULTS))
-
-
-def test_through_the_shard_server(play) -> None:  # type: ignore[no-untyped-def]
+    """Never zeroed: a step begins with the gradients of the one before, which a replacement needs too; here
+    it gets them through the shard server."""
     faults = [*FAULTS[:3], KillInRecovery(1, "backward", 8, 1, "pulled")]
-    play(Scenario(recipe=Recipe(extras=("ema",), standby="forked"), faults=faults, pull="zmq"))
+    recipe = Recipe(zero_grad="never", extras=("ema",), standby="forked")
+    play(Scenario(recipe=recipe, faults=faults, pull="zmq"))
 
 
 def test_fresh_interpreters(play) -> None:  # type: ignore[no-untyped-def]

@@ -1,0 +1,198 @@
+"""The faults' own tests: a fault that did not happen, and a bit that differs, are objected to."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chaos import scenario
+from chaos.cues import ENV_FOLDER, ChaosError, Cue, Cues, fired_path, let_go, write_cues
+from chaos.faults.base import Evidence, Fault
+from chaos.faults.corrupt_export import CorruptExport
+from chaos.faults.exit_early import ExitEarly
+from chaos.faults.hang import Hang
+from chaos.faults.hard_exit import HardExit
+from chaos.faults.kill_at_place import KillAtPlace
+from chaos.faults.kill_at_random import KillAtRandom
+from chaos.faults.kill_in_recovery import KillInRecovery
+from chaos.faults.kill_standby import KillStandby
+from chaos.faults.kill_together import KillTogether
+from chaos.faults.raise_error import RaiseError
+from chaos.faults.stop import Stop
+from chaos.recipe import Recipe
+from chaos.soak import Growth, Reading
+
+FAULTS: list[Fault] = [
+    CorruptExport(1, 3),
+    ExitEarly(1, "forward", 3),
+    Hang(1, "forward", 3),
+    HardExit(1, "forward", 3),
+    KillAtPlace(1, "forward", 3),
+    KillAtRandom(1, 3, seed=0),
+    KillInRecovery(1, "forward", 3, 0, "serve"),
+    KillStandby(3),
+    KillTogether((0, 1), "forward", 3),
+    RaiseError(1, "forward", 3),
+    Stop(1, "forward", 3),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
+def test_a_fault_that_did_not_happen_is_missed(fault: Fault) -> None:
+    fired = frozenset(cue.name for cue in fault.cues())
+    assert fault.missing(Evidence((), (), frozenset()))
+    assert fault.missing(Evidence((), (), fired))
+    elsewhere = {"rank": 2, "kind": "SIGKILL", "place": "forward", "step": 3}
+    assert fault.missing(Evidence((elsewhere,), (), fired))
+
+
+def test_a_kill_counts_only_in_its_place_and_step() -> None:
+    fault = KillAtPlace(1, "backward", 3)
+    fired = frozenset({fault.name})
+    death = {"rank": 1, "kind": "SIGKILL", "place": "backward", "step": 3}
+    assert fault.missing(Evidence((death,), (), fired)) is None
+    for wrong in ({"place": "forward"}, {"step": 4}, {"rank": 0}, {"kind": "exit 1"}):
+        assert fault.missing(Evidence(({**death, **wrong},), (), fired))
+    between = KillAtPlace(1, "between", 3)
+    after = {**death, "place": "between", "step": 4}  # the tag shows the version that is held
+    assert between.missing(Evidence((after,), (), frozenset({between.name}))) is None
+
+
+def ranks_cues(folder: Path, *given: Cue) -> Cues:
+    write_cues(folder, list(given))
+    return Cues(folder)
+
+
+def test_a_cue_is_met_once_by_its_rank_in_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cues = ranks_cues(tmp_path, Cue(name="a", rank=1, place="forward", step=3, act="raise"))
+    monkeypatch.setenv("RANK", "0")
+    cues.reach("forward", 3)
+    monkeypatch.setenv("RANK", "1")
+    cues.reach("forward", 2)
+    cues.reach("backward", 3)
+    assert not fired_path(tmp_path, "a").exists()
+    with pytest.raises(ChaosError, match="by cue a"):
+        cues.reach("forward", 3)
+    assert fired_path(tmp_path, "a").exists()
+    cues.reach("forward", 3)
+    Cues(tmp_path).reach("forward", 3)  # nor by the process that takes the rank
+
+
+def test_a_standby_is_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    cues = ranks_cues(
+        tmp_path,
+        Cue(name="a", rank=0, place="build", act="raise"),
+        Cue(name="b", rank=-1, place="build", act="raise"),
+    )
+    with pytest.raises(ChaosError, match="by cue b"):
+        cues.reach("build", None)
+
+
+def test_cues_in_order_and_several_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    cues = ranks_cues(
+        tmp_path,
+        Cue(name="late", rank=1, place="tail", act="raise", after=("early",)),
+        Cue(name="early", rank=1, place="forward", act="raise", times=2),
+    )
+    cues.reach("tail", 0)
+    for _ in range(2):
+        with pytest.raises(ChaosError, match="early"):
+            cues.reach("forward", 1)
+    cues.reach("forward", 1)
+    with pytest.raises(ChaosError, match="late"):
+        cues.reach("tail", 1)
+
+
+def test_other_acts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    cues = ranks_cues(
+        tmp_path,
+        Cue(name="end", rank=1, place="tail", act="exit", code=3),
+        Cue(name="die", rank=1, place="end", act="hard_exit", code=4),
+    )
+    with pytest.raises(SystemExit) as ended:
+        cues.reach("tail", 1)
+    assert ended.value.code == 3
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    cues.reach("end", 1)
+    assert codes == [4]
+
+
+def test_nobody_holds_nobody_is_let_go(tmp_path: Path) -> None:
+    write_cues(tmp_path, [Cue(name="a", rank=0, place="tail")])
+    with pytest.raises(OSError, match="No such device"):
+        let_go(tmp_path, "a")
+
+
+def test_without_a_folder_there_are_no_cues() -> None:
+    assert ENV_FOLDER not in os.environ
+    Cues(None).reach("forward", 0)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Cue(name="", rank=0, place="tail"),
+        lambda: Cue(name="a", rank=0, place="tail", act="explode"),
+        lambda: Cue(name="a", rank=0, place="tail", times=0),
+    ],
+)
+def test_a_cue_is_checked(make: Callable[[], Cue]) -> None:
+    with pytest.raises(ValueError, match="a cue"):
+        make()
+
+
+def test_an_unknown_trait_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.json"
+    recipe = Recipe(steps=3, extras=("ema",))
+    recipe.write(path)
+    assert Recipe.read(path) == recipe
+    path.write_text(json.dumps({"stepz": 3}))
+    with pytest.raises(ValueError, match="no stepz"):
+        Recipe.read(path)
+
+
+def outcome(folder: Path, digests: dict[str, str], losses: str) -> Path:
+    folder.mkdir()
+    (folder / "outcome.r0.json").write_text(json.dumps(digests))
+    (folder / "losses.r0").write_text(losses)
+    return folder
+
+
+def test_what_differs_from_the_reference_is_named(tmp_path: Path) -> None:
+    told: Any = scenario._differences
+    wanted = outcome(tmp_path / "wanted", {"model": "a", "random": "b"}, "0 0x1p0\n1 0x1p1\n2 0x1p2\n")
+    same = outcome(tmp_path / "same", {"model": "a", "random": "b"}, "0 0x1p0\n2 0x1p2\n")
+    assert told(same, wanted, 0, 3) == []
+    other = outcome(tmp_path / "other", {"model": "a", "random": "c"}, "0 0x1p0\n1 0x1p1\n1 0x1p3\n2 0x1p2\n")
+    assert told(other, wanted, 0, 3) == [
+        "rank 0: random differs",
+        f"rank 0: the loss of step 1 is { {'0x1p1', '0x1p3'} }, not { {'0x1p1'} }",
+    ]
+    (same / "outcome.r0.json").unlink()
+    assert told(same, wanted, 0, 3) == ["rank 0 left no outcome"]
+
+
+def test_growth_is_told() -> None:
+    flat = [Reading(10_000, 5, 20)] * 40
+    growth = Growth()
+    growth.readings = {"daemon": flat, "rank 0": flat}
+    growth.num_files = [7] * 40
+    nothing = Evidence((), (), frozenset())
+    assert growth.missing(nothing) is None
+    growth.readings["rank 0"] = [Reading(10_000 + 500 * n, 5 + n // 5, 20 + n) for n in range(40)]
+    growth.num_files = list(range(40))
+    said = growth.missing(nothing) or ""
+    for words in (
+        "rank 0: memory grew",
+        "rank 0: num_threads grew",
+        "num_descriptors grew",
+        "files in shared",
+    ):
+        assert words in said
