@@ -146,7 +146,9 @@ class Section(AbstractContextManager["Section"]):
         assert self._engine.state is not None
         self._engine.in_section = False
         self._engine.beacon.mark(tags.FORWARD)
-        failed = self._engine.groups.latched is not None
+        groups = self._engine.groups
+        # A replacement that has not joined yet evaluates alone, which is worth as little.
+        failed = groups.latched is not None or not groups.formed
         self.valid = error is None and not failed
         self._engine.state.private.restore_random(self._random)
         return failed and isinstance(error, StepAbandoned | Exception)
