@@ -345,9 +345,8 @@ class Engine:
 
     def _abort_now(self, generation: int, reason: str) -> None:
         """End every wait of `generation`, or of the forming of it."""
-        self.groups.abort(
-            reason, generation
-        )  # first: a gate that is opened later belongs to a form() it fails
+        # The groups first: a gate that is opened later belongs to a form() that fails by this.
+        self.groups.abort(reason, generation)
         gate = self._gate
         if gate is not None and gate.generation <= generation:
             gate.abort(reason)
@@ -390,9 +389,8 @@ class Engine:
         machine = self._machine.state
         match action:
             case ph.Seal():
-                provisional = (
-                    machine.phase is Phase.IDLE
-                )  # by protect(): the script may still seed its generators
+                # By protect(): the script may still seed its generators.
+                provisional = machine.phase is Phase.IDLE
                 payload = self.state.seal_private(self.feed, version=action.version, provisional=provisional)
                 self._arena.seal(action.version, machine.generation, payload)
             case ph.Vote():
@@ -428,9 +426,8 @@ class Engine:
             effect()
         except (GroupsAborted, PullCancelled) as error:
             assert self._machine is not None
-            if not self.link.parts.aborted(
-                self._machine.state.generation
-            ):  # a peer out of reach, though nobody died
+            # A peer may be out of reach though nobody died.
+            if not self.link.parts.aborted(self._machine.state.generation):
                 self.note("forming failed", str(error))
                 self.link.post(ph.Latch(self._machine.state.generation))
             while self.phase is Phase.REFORMING:  # what ended it is queued; the machine must hear it

@@ -140,12 +140,22 @@ class Link:
             if self.daemon_lost:
                 self._outbox.clear()
                 beat_at = now + 3600
-            while self._outbox:
-                self._socket.send(self._outbox.popleft())
+            self._send_waiting()
             if self._socket in ready:
                 self._read_all()
         if daemon is not None:
             os.close(daemon)
+
+    def _send_waiting(self) -> None:
+        """Never waits: a daemon that reads nothing must not keep this thread from seeing that it has died."""
+        while self._outbox:
+            try:
+                self._socket.send(self._outbox[0], zmq.NOBLOCK)
+            except zmq.Again:
+                if self._closing:
+                    self._outbox.clear()
+                return  # tried again at the next heartbeat
+            self._outbox.popleft()
 
     def _lose_daemon(self) -> None:
         self.daemon_lost = True

@@ -38,11 +38,8 @@ class Step(AbstractContextManager["Step"]):
         self.entered = False
         self.index = index
         self.epoch = epoch
+        self.attempt = 0
         self.committed = False
-
-    @property
-    def attempt(self) -> int:
-        return self._engine.attempt
 
     @property
     def batch(self) -> Any:
@@ -61,6 +58,7 @@ class Step(AbstractContextManager["Step"]):
             )
         self.entered = True
         self._engine.enter()
+        self.attempt = self._engine.attempt
         return self
 
     def __exit__(

@@ -8,6 +8,7 @@ import runpy
 import sys
 import traceback
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,24 +47,16 @@ def main(spec: ProcSpec) -> int:
 
 def _await_turn(link: Link) -> bool:
     """A forked standby: until it is assigned a rank, or told to build. False: it is not needed any more."""
-    from flashrec.protocol.messages import StandbyReady
-
-    link.send(StandbyReady(link.proc, "forked"))
+    link.send(msg.StandbyReady(link.proc, "forked"))
     while True:
         message = link.receive()
         if isinstance(message, msg.Assign):
-            link.welcome = _assigned(link.welcome, message)
+            link.welcome = replace(link.welcome, rank=message.rank, generation=message.generation)
             return True
         if isinstance(message, msg.Prepare):
             return True
         if isinstance(message, DaemonLost):
             return False
-
-
-def _assigned(welcome: msg.Welcome, assign: msg.Assign) -> msg.Welcome:
-    from dataclasses import replace
-
-    return replace(welcome, rank=assign.rank, generation=assign.generation)
 
 
 def _run_script(program: Mapping[str, object], link: Link) -> int:

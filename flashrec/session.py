@@ -99,7 +99,7 @@ def _on_collective(name: str) -> None:
             f"{name} runs between the gate and the end of a step. A failure there can leave some ranks "
             "with the step applied and others without its results; move it before optimizer.step() or into a section.",
         )
-    elif engine.phase not in IN_BODY and engine.phase is Phase.IDLE:
+    elif engine.phase is Phase.IDLE:
         engine.warn_once("outside", f"{name} runs outside a step; put it into `with flashrec.section():`")
 
 
@@ -136,7 +136,8 @@ def steps(data: Source, total: int, micro: int = 1) -> Iterator[Step]:
     engine = _protected()
     if total < 0:
         raise UsageError(f"total cannot be {total}")
-    private = engine.state.private  # type: ignore[union-attr]
+    assert engine.state is not None
+    private = engine.state.private
     # Encoded once an epoch rather than with every step's seal.
     feed = Feed(
         data,

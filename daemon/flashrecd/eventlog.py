@@ -4,29 +4,33 @@
  "event": "rank lost", "reason": "killed by SIGKILL"}
 """
 
+import contextlib
 import json
 import os
-from collections import deque
+import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-KEPT_LINES = 200
 MAX_BYTES = 64 << 20
 
 
 class EventLog:
-    """Appends to `path`; past MAX_BYTES the file is turned over once to `<path>.1`."""
+    """Appends to `path`; past MAX_BYTES the file is turned over once to `<path>.1`.
+
+    A line that cannot be written (a full disk) is lost, which standard error says once: whoever writes it may be
+    in the midst of a recovery. The listener hears it all the same."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.recent: deque[str] = deque(maxlen=KEPT_LINES)
         self.listener: Callable[[str], None] | None = None
-        self._open()
+        self._complained = False
+        self._fd = self._open()
 
-    def _open(self) -> None:
-        fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        self._file = os.fdopen(fd, "a", buffering=1)
+    def _open(self) -> int:
+        return os.open(
+            self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+        )
 
     def write(
         self,
@@ -49,14 +53,24 @@ class EventLog:
                 "reason": reason,
             }
         )
-        self.recent.append(line)
-        self._file.write(line + "\n")
-        if self._file.tell() > MAX_BYTES:
-            self._file.close()
-            os.replace(self.path, self.path.with_name(self.path.name + ".1"))
-            self._open()
+        try:
+            self._append(line.encode() + b"\n")
+        except OSError as error:
+            if not self._complained:
+                self._complained = True
+                with contextlib.suppress(OSError):  # it may lie on the same disk
+                    print(
+                        f"flashrecd: {self.path} loses lines: {error.strerror}", file=sys.stderr, flush=True
+                    )
         if self.listener is not None:
             self.listener(line)
 
+    def _append(self, data: bytes) -> None:
+        os.write(self._fd, data)
+        if os.fstat(self._fd).st_size > MAX_BYTES:
+            os.replace(self.path, self.path.with_name(self.path.name + ".1"))
+            old, self._fd = self._fd, self._open()
+            os.close(old)
+
     def close(self) -> None:
-        self._file.close()
+        os.close(self._fd)

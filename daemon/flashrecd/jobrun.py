@@ -49,7 +49,6 @@ class Process:
     replacement: bool
     identity: bytes | None = None  # its ZeroMQ identity, once it has said Hello
     starting: asyncio.Task[None] | None = None
-    kill_reason: str | None = None
     gone: bool = False
     explained: bool = False  # it has sent its traceback
     stderr: Path | None = None
@@ -105,6 +104,7 @@ class JobRun:
         self._tail = Tail(self._output)
         self._tags: dict[int, TagReader] = {}
         self._rendezvous = Rendezvous(self._answer_get)
+        self._replaced: tuple[int, ...] = ()  # by the newest plan
         self._tasks: set[asyncio.Task[None]] = set()
         self._end: tuple[int, str] | None = None
         env = dict(submit.env)
@@ -156,7 +156,8 @@ class JobRun:
             return ()
         try:
             return tuple(slot.version for slot in Arena(self.shm_dir / "private", rank).sealed())
-        except FlashrecError:
+        except FlashrecError as error:
+            self.log("sealed state unreadable", str(error), rank)
             return ()
 
     async def _follow_output(self) -> None:
@@ -285,8 +286,6 @@ class JobRun:
         for rank, member in enumerate(self.core.state.members):
             if member.status is RankStatus.FORMING and rank in self._replaced:
                 self._to(member.proc, part)
-
-    _replaced: tuple[int, ...] = ()
 
     def _committed(self, message: msg.Committed) -> None:
         rank = self.core.rank_of(message.proc)
@@ -421,7 +420,6 @@ class JobRun:
         process = self.processes.get(action.proc)
         if process is None:
             return
-        process.kill_reason = action.reason
         if process.starting is not None:
             process.starting.cancel()
         elif action.hard:

@@ -272,16 +272,19 @@ class Daemon:
                 tell=lambda note: self._reply(self._client, note),
                 ended=self._job_ended,
             )
+            if message.pull == "zmq":
+                self._shards.start(self.job.shm_dir)
         except BaseException:
             os.close(client_pidfd)
+            if self.job is not None:  # else it would keep the daemon busy, and never start
+                self.job.directory.remove()
+                self.job = None
             raise
         self._client, self._client_pidfd = identity, client_pidfd
         asyncio.get_running_loop().add_reader(client_pidfd, self._client_ended)
         self.store.put(f"job/{name}", os.fsencode(message.target), None)
         self.log.listener = lambda line: self._reply(self._client, msg.Happened(line))
         self._reply(identity, msg.Submitted(name, str(log_dir / name), str(self.job.shm_dir)))
-        if message.pull == "zmq":
-            self._shards.start(self.job.shm_dir)
         self.job.start()
 
     def _signal_rank(self, identity: bytes, message: msg.SignalRank) -> None:

@@ -106,9 +106,8 @@ def unpack_map(data: bytes, max_bytes: int) -> dict[str, object]:
     if len(data) > max_bytes:
         raise ProtocolError(f"a message of {len(data)} bytes where at most {max_bytes} are allowed")
     try:
-        message = msgpack.unpackb(
-            data, unicode_errors="surrogateescape"
-        )  # its limits follow from the length of `data`
+        # Its limits follow from the length of `data`.
+        message = msgpack.unpackb(data, unicode_errors="surrogateescape")
     except (ValueError, msgpack.UnpackException) as error:
         raise ProtocolError(f"a message that is not msgpack: {error!r}") from error
     if not isinstance(message, dict) or not all(isinstance(key, str) for key in message):

@@ -140,9 +140,8 @@ class TagReader:
         if self._map is None and not self._open():
             return None
         assert self._map is not None
-        for _ in range(
-            100
-        ):  # a writer that died in mid-write leaves the sequence odd: take the fields as they are
+        # A writer that died in mid-write leaves the sequence odd: then take the fields as they are.
+        for _ in range(100):
             before = self._map[4:8]
             fields = _LAYOUT.unpack(self._map[:SIZE_BYTES])
             if before == self._map[4:8] and before[0] % 2 == 0:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashrecd import eventlog
-from flashrecd.eventlog import KEPT_LINES, EventLog
+from flashrecd.eventlog import EventLog
 
 FIELDS = ["time", "job", "generation", "step", "rank", "event", "reason"]
 
@@ -70,13 +70,18 @@ def test_the_listener_hears_what_is_written(tmp_path: Path) -> None:
     assert [json.loads(line)["reason"] for line in heard] == ["because"]
 
 
-def test_what_is_kept_in_memory_is_bounded(tmp_path: Path) -> None:
+def test_a_full_disk_loses_lines_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(EventLog, "_open", lambda self: os.open("/dev/full", os.O_WRONLY | os.O_CLOEXEC))
     log = EventLog(tmp_path / "events.jsonl")
-    for number in range(KEPT_LINES + 10):
-        log.write("e", str(number))
+    heard: list[str] = []
+    log.listener = heard.append
+    log.write("plan", "because")
+    log.write("plan", "again")
     log.close()
-    assert len(log.recent) == KEPT_LINES
-    assert json.loads(log.recent[-1])["reason"] == str(KEPT_LINES + 9)
+    assert [json.loads(line)["reason"] for line in heard] == ["because", "again"]
+    assert capsys.readouterr().err.count("loses lines: No space left on device") == 1
 
 
 def test_a_large_log_is_turned_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

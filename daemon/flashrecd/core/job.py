@@ -256,11 +256,7 @@ class Core:
 
     def _replace(self, rank: int) -> None:
         """A process for `rank`: the best standby that is ready, or a new one."""
-        order = (
-            "built",
-            "forked",
-            "building",
-        )  # one that is being built may be the slowest of all: it comes last
+        order = ("built", "forked", "building")  # one that is being built may be the slowest of all
         ready = sorted((s for s in self.state.standbys if s[1]), key=lambda s: order.index(s[1]))
         generation = self.state.generation + 1
         sealed = self.state.members[rank].sealed
