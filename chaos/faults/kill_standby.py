@@ -31,7 +31,7 @@ class KillStandby(Fault):
             let_go(job.folder, f"{self.name}-pause")
 
     def missing(self, evidence: Evidence) -> str | None:
-        lost = [e for e in evidence.events if e["event"] == "standby lost" and "signal 9" in e["reason"]]
+        lost = [e for e in evidence.events if e["event"] == "standby lost" and "SIGKILL" in e["reason"]]
         return None if lost and self.name in evidence.fired else f"no standby was lost at {self.place}"
 
     @property
