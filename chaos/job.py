@@ -70,6 +70,7 @@ class Job:
             module=False,
             args=tuple(arguments),
             cwd=str(folder),
+            umask=0o077,
             python=sys.executable,
             env=tuple(self._env.items()),
             world_size=world_size,

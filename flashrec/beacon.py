@@ -3,7 +3,8 @@
 import time
 from pathlib import Path
 
-from flashrec.phases import Phase, RankState
+from flashrec.phases import RankState
+from flashrec.protocol.phase import Phase
 from flashrec.protocol.tag import FORWARD, SECTION, TagWriter, tag_path
 
 
@@ -23,13 +24,14 @@ class Beacon:
         tag = self._tag
         if tag is None:
             return
-        if state.phase is Phase.COMPUTING and tag.phase != Phase.COMPUTING:
-            tag.progress = 0
+        step = -1 if state.version is None else state.version
+        if step != tag.step or (state.phase is Phase.COMPUTING and tag.phase != Phase.COMPUTING):
+            tag.progress = 0  # between two steps a rank is behind all that are in the second
         if tag.body != SECTION and state.phase != tag.phase:
             tag.body = FORWARD
         tag.progress += 1
         tag.phase, tag.generation, tag.attempt = state.phase, state.generation, attempt
-        tag.step = -1 if state.version is None else state.version
+        tag.step = step
         tag.changed_ns = time.monotonic_ns()
         tag.publish()
 

@@ -22,12 +22,10 @@ from flashrec.groups import GateBroken, GroupSet
 from flashrec.link import DaemonLost, Incoming, Link
 from flashrec.protected import ProtectedState
 from flashrec.protocol import messages as msg
+from flashrec.protocol.phase import IN_BODY, Phase
 from flashrec.rendezvous import RendezvousStore
 from flashrec.state.arena import Arena
 from flashrec.state.pull import PullCancelled, Puller
-
-Phase = ph.Phase
-IN_BODY = ph.IN_BODY
 
 
 class Engine:
@@ -43,6 +41,7 @@ class Engine:
         self.feed: Feed | None = None
         self.rehearsing = False
         self.in_section = False
+        self.loop_begun = False
         self.attempt = 0
         self.asked_for_step = False  # current_step() was called since the last step
         self._entered: int | None = None

@@ -106,7 +106,7 @@ def become(spec: ProcSpec) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
     # Standard error first: what goes wrong from here on is told there.
     for path, target in ((spec.stderr_path, 2), (spec.stdout_path, 1)):
-        fd = os.open(path, flags, 0o644)
+        fd = os.open(path, flags, 0o600)
         os.dup2(fd, target)
         os.close(fd)
     for stream in (sys.stdout, sys.stderr):

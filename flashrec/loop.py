@@ -14,9 +14,10 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from flashrec.engine import IN_BODY, Engine
+from flashrec.engine import Engine
 from flashrec.errors import RecoveryFailed, StepAbandoned, UsageError
 from flashrec.protocol import tag as tags
+from flashrec.protocol.phase import IN_BODY
 
 P = ParamSpec("P")
 R = TypeVar("R")

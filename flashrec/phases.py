@@ -1,6 +1,6 @@
 """The rank's side of the step protocol: a pure state machine.
 
-No sockets, no clock, no torch: `transition(state, event) -> (state, actions)`. The session (what a
+No sockets, no clock, no torch: `transition(state, event) -> (state, actions)`. The engine (what a
 training process runs) and the explorer (what the tests run) drive the very same function.
 
 Version `s` is the state at the Enter of step `s`. The life of a step, and of a failure in it:
@@ -25,30 +25,9 @@ a promise: a parked rank never votes again in that generation, which ends the ge
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from enum import IntEnum
 from typing import Any, NamedTuple
 
-
-class Phase(IntEnum):
-    """The values are published in the rank's tag, so they are part of the protocol."""
-
-    STARTING = 0  # before protect(): a failure here restarts the world
-    IDLE = 1
-    COMPUTING = 2
-    GATED = 3
-    APPLYING = 4
-    TAIL = 5
-    HELD = 6
-    UNWINDING = 7
-    PARKED = 8
-    REFORMING = 9
-    BUILDING = 10
-    LEFT = 11
-    GONE = 12
-
-
-IN_BODY = (Phase.COMPUTING, Phase.GATED, Phase.HELD, Phase.APPLYING, Phase.TAIL, Phase.UNWINDING)
-
+from flashrec.protocol.phase import Phase
 
 # --- what happens to a rank -----------------------------------------------------------------------
 

@@ -21,7 +21,8 @@ from flashrec.state.private import PrivateState, Redo
 from flashrec.state.pull import Puller, PullReport
 
 MAX_PRIVATE_BYTES = 1 << 30
-MAX_COMMON_BYTES = 1 << 30
+MAX_COMMON_BYTES = 16 << 20
+MAX_PART_BYTES = 64 << 20
 PULL_DEADLINE_S = 600.0
 
 
@@ -46,6 +47,17 @@ class ProtectedState:
         ]
         self._quiet: dict[str, Any] | None = None
         self._quiet_version = 0
+
+    def check_common(self) -> None:
+        """Common state travels in a message, so it must be small. UsageError names what is not."""
+        for name, extra in self.captured.common.items():
+            size_bytes = len(tensors.encode(extra.state_dict()))
+            if size_bytes > MAX_COMMON_BYTES:
+                raise UsageError(
+                    f"{name}=... has {size_bytes >> 20} MiB of state; common state may have "
+                    f"{MAX_COMMON_BYTES >> 20} MiB. If it is a module (an average of the weights), pass it as one more "
+                    f"model: protect(model=[model, {name}], ...)"
+                )
 
     # --- layout -------------------------------------------------------------------------------------------
 
@@ -115,7 +127,7 @@ class ProtectedState:
         """Pull every part, verified, into the live tensors; then load the common state.
 
         `address`: of the shard server to pull through; None: from this node's shared memory."""
-        described = [tensors.decode(part, MAX_COMMON_BYTES) for part in parts]
+        described = [tensors.decode(part, MAX_PART_BYTES) for part in parts]
         layout = Layout.from_bytes(described[0]["layout"])
         self.captured.prepare(layout)
         manifests = [ExportManifest.from_wire(part["manifest"]) for part in described]

@@ -66,6 +66,8 @@ def _run_script(program: Mapping[str, object], link: Link) -> int:
     if welcome.rank is not None:
         rank = str(welcome.rank)
         os.environ.update(RANK=rank, LOCAL_RANK=rank, GROUP_RANK="0", ROLE_RANK=rank)
+    if isinstance(umask := program.get("umask"), int):
+        os.umask(umask & 0o777)  # the daemon's own is strict; what the script writes has the user's mode
     target, arguments = _text(program, "target"), program.get("args")
     if not isinstance(arguments, list | tuple):
         raise ProtocolError("the script's arguments are not a list")

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 
 from flashrec.data import Feed, Source
-from flashrec.engine import IN_BODY, Engine, Phase
+from flashrec.engine import Engine
 from flashrec.errors import UsageError
 from flashrec.groups import GroupSet
 from flashrec.link import attached
 from flashrec.loop import OwnStep, Section, Step, install_gate, mark_backward
 from flashrec.protected import MAX_PRIVATE_BYTES, ProtectedState, as_list, named_extras
 from flashrec.protocol import messages as msg
+from flashrec.protocol.phase import IN_BODY, Phase
 from flashrec.state import tensors
 
 DEPTHS = ("forked", "built")
@@ -120,6 +121,7 @@ def protect(*, model: Any, optimizer: Any, private: Any = None, **common: Any) -
     models = as_list(model, torch.nn.Module, "model")
     optimizers = as_list(optimizer, torch.optim.Optimizer, "optimizer")
     state = ProtectedState(models, optimizers, named_extras(private), common)
+    state.check_common()
     for one in optimizers:
         install_gate(engine, one)
     mark_backward(engine, models[0])
@@ -132,10 +134,16 @@ def steps(data: Source, total: int, micro: int = 1) -> Iterator[Step]:
 
     data: an iterable that can be iterated again (a DataLoader), or a callable (rank, world_size) -> such an
     iterable, which is called once the rank is known; what seeds a rank's generators belongs into it.
+    One loop for a job: the data is gone through as often as `total` takes.
     """
     engine = _protected()
     if total < 0:
         raise UsageError(f"total cannot be {total}")
+    if engine.loop_begun:
+        raise UsageError(
+            "a second steps() loop: the data position of a replacement belongs to one loop. Use one loop to the end; "
+            "it goes through the data as often as `total` takes, and step.epoch tells how often"
+        )
     assert engine.state is not None
     private = engine.state.private
     # Encoded once an epoch rather than with every step's seal.
@@ -163,6 +171,7 @@ def steps(data: Source, total: int, micro: int = 1) -> Iterator[Step]:
             else:
                 kept = Step(engine, index, kept.batches, kept.epoch)  # the redo of a step has the same batch
             offered = kept
+        engine.loop_begun = True
         yield offered
         if not offered.entered:
             raise UsageError(f"step {offered.index} was never entered: put its body into `with step:`")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flashrec.errors import FlashrecError
+from flashrec.errors import FlashrecError, ProtocolError
 from flashrec.protocol import messages as msg
 from flashrec.protocol.jobdir import JobDirectory
 from flashrec.protocol.spawn import ProcSpec
@@ -194,6 +194,8 @@ class JobRun:
             case msg.BuiltOffered():
                 self.feed(ev.BuiltOffered())
             case msg.StandbyReady():
+                if message.depth not in ("forked", "built"):
+                    raise ProtocolError(f"no standby is ever {message.depth!r:.20}")
                 self.feed(ev.StandbyReady(message.proc, message.depth))
             case msg.Protected():
                 difference = self._layout_difference(message)
@@ -404,6 +406,7 @@ class JobRun:
                 "address": self._address,
                 "target": self.submit.target,
                 "module": self.submit.module,
+                "umask": self.submit.umask,
                 "args": list(self.submit.args),
             },
         )

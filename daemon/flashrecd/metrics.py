@@ -1,6 +1,6 @@
 """`/metrics` in Prometheus form. Read at scrape time from the daemon's state; nothing is counted twice."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -10,16 +10,23 @@ from prometheus_client.registry import Collector
 from flashrec.errors import EnvironmentFault
 from flashrecd.jobrun import JobRun
 
-BUCKETS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
-
 
 class JobCollector(Collector):
-    """`job()` gives the running job, if there is one; `refused()` the number of messages refused so far."""
+    """`job()` gives the running job, if there is one; `refused()` the number of messages refused so far. Both
+    belong to the daemon's loop, so `in_loop` runs what reads them there, though a scrape comes on a thread."""
 
-    def __init__(self, job: Callable[[], JobRun | None], refused: Callable[[], int]) -> None:
-        self._job, self._refused = job, refused
+    def __init__(
+        self,
+        job: Callable[[], JobRun | None],
+        refused: Callable[[], int],
+        in_loop: Callable[[Callable[[], list[Metric]]], list[Metric]],
+    ) -> None:
+        self._job, self._refused, self._in_loop = job, refused, in_loop
 
     def collect(self) -> Iterable[Metric]:
+        return self._in_loop(lambda: list(self._metrics()))
+
+    def _metrics(self) -> Iterator[Metric]:
         yield CounterMetricFamily(
             "flashrec_refused_messages",
             "Messages refused: malformed, unknown, or of a stranger",
@@ -53,16 +60,11 @@ class JobCollector(Collector):
                 age.add_metric([job.name, str(rank)], tag.committed_ns / 1e9)
         yield step
         yield age
-        times = [
-            (r.marks["redone"] - r.began_ns) / 1e9
-            for r in list(job.recoveries.records)
-            if r.complete and "redone" in r.marks
-        ]
-        counts = [(str(bound), sum(t <= bound for t in times)) for bound in BUCKETS_S]
+        taken = job.recoveries.taken
         recovery = HistogramMetricFamily(
             "flashrec_recovery_seconds", "First sign of a failure to the next commit", labels=["job"]
         )
-        recovery.add_metric(label, buckets=[*counts, ("+Inf", len(times))], sum_value=sum(times))
+        recovery.add_metric(label, buckets=taken.cumulative(), sum_value=taken.sum_s)
         yield recovery
 
 

@@ -3,8 +3,10 @@
 Instants are `time.monotonic_ns()`, which all processes of the machine share.
 """
 
+from bisect import bisect_left
 from collections import deque
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from flashrec.protocol.tag import Tag
@@ -30,13 +32,32 @@ class Recovery:
             self.marks[mark] = max(at_ns, self.marks.get(mark, 0))
 
 
+class Durations:
+    """A histogram that only grows, as Prometheus wants it."""
+
+    bounds_s = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+
+    def __init__(self) -> None:
+        self.sum_s = 0.0
+        self._counts = [0] * (len(self.bounds_s) + 1)
+
+    def add(self, seconds: float) -> None:
+        self.sum_s += seconds
+        self._counts[bisect_left(self.bounds_s, seconds)] += 1
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """(upper bound, how many took at most as long), the last one for all."""
+        labels = [*map(str, self.bounds_s), "+Inf"]
+        return list(zip(labels, map(float, accumulate(self._counts)), strict=True))
+
+
 class Recoveries:
     """The record of a job's recoveries, the last of which may be under way."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self.records: deque[Recovery] = deque(maxlen=KEPT)
-        self.num_complete = 0
+        self.taken = Durations()
 
     @property
     def open(self) -> Recovery | None:
@@ -78,7 +99,7 @@ class Recoveries:
             return None
         current.latest("redone", max(current.committed.values()))
         current.complete = True
-        self.num_complete += 1
+        self.taken.add((current.marks["redone"] - current.began_ns) / 1e9)
         return current
 
     def to_json(self) -> list[dict[str, Any]]:

@@ -36,6 +36,7 @@ from flashrecd.store.embedded import EmbeddedStore
 from flashrecd.supervise import Supervisor
 
 TICK_S = 0.1
+SCRAPE_S = 5.0
 STOP_GRACE_S = 2.0
 MAX_REFUSALS_LOGGED = 1000
 MAX_REFUSALS_ANSWERED = 100
@@ -81,7 +82,7 @@ class Daemon:
         self._shards = ShardServer(self.run.path, self.supervisor)
         try:
             if self._metrics_address is not None:
-                collector = metrics.JobCollector(lambda: self.job, lambda: self._refused)
+                collector = metrics.JobCollector(lambda: self.job, lambda: self._refused, _in_loop(loop))
                 stop_metrics = metrics.serve(collector, *self._metrics_address)
             self._socket.bind(self.run.address)
             self.log.write("daemon started", f"pid {os.getpid()}, release {__version__}")
@@ -314,3 +315,15 @@ class Daemon:
         self._reply(self._client, msg.JobEnded(self.job.name, code, reason))
         self.job = None
         self._forget_client()
+
+
+def _in_loop(loop: asyncio.AbstractEventLoop) -> Callable[[Callable[[], Any]], Any]:
+    """What runs a function on `loop` for another thread, and waits for its result."""
+
+    def run(work: Callable[[], Any]) -> Any:
+        async def on_the_loop() -> Any:
+            return work()
+
+        return asyncio.run_coroutine_threadsafe(on_the_loop(), loop).result(SCRAPE_S)
+
+    return run

@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 from flashrec import __version__
-from flashrec.phases import Phase
+from flashrec.protocol.phase import Phase
 from flashrecd.core.detection import explain
 from flashrecd.core.state import JobConfig
 from flashrecd.jobrun import JobRun

@@ -110,6 +110,7 @@ def run(
         target=_checked(target, module),
         module=module,
         args=arguments,
+        umask=_umask(),
         cwd=os.getcwd(),
         python=sys.executable,
         env=tuple((k, v) for k, v in os.environ.items() if k not in NOT_PASSED_ON),
@@ -282,3 +283,10 @@ class Submission:
         if self._interrupts > self._passed_on:
             self._passed_on = self._interrupts
             self._client.send(msg.StopJob(self.job, hard=self._interrupts > 1))
+
+
+def _umask() -> int:
+    """The one of this process; there is no asking for it without setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask

@@ -228,6 +228,7 @@ class Submit:
     module: bool
     args: tuple[str, ...]
     cwd: str
+    umask: int
     python: str
     env: tuple[tuple[str, str], ...]
     world_size: int

@@ -6,7 +6,7 @@ by chaos scripts and by nobody's leave: at the moment of a rank's death it says 
     offset  type  field
     0       u32   magic
     4       u32   sequence: odd while a write is under way; a reader that sees it change reads again
-    8       u8    phase            flashrec.phases.Phase
+    8       u8    phase            flashrec.protocol.phase.Phase
     9       u8    body             1 while the step's backward pass has begun, 2 inside a section
     10      u16   attempt          of this step
     12      u32   generation
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashrec.errors import EnvironmentFault, IntegrityError
-from flashrec.phases import IN_BODY, Phase
+from flashrec.protocol.phase import IN_BODY, Phase
 
 _LAYOUT = struct.Struct("<IIBBHIqQQQqd")
 SIZE_BYTES = _LAYOUT.size

@@ -389,7 +389,7 @@ def test_another_release_is_refused_by_name(run_dir: Path, tmp_path: Path) -> No
 def a_submission(folder: Path, **changes: Any) -> msg.Submit:
     fields: dict[str, Any] = {
         "release": __version__, "pid": os.getpid(), "target": str(script(folder, WAITING)), "module": False,
-        "args": (str(folder),), "cwd": str(folder), "python": sys.executable,
+        "args": (str(folder),), "cwd": str(folder), "umask": 0o077, "python": sys.executable,
         "env": tuple(environment().items()), "world_size": 1, "num_standbys": 0, "max_restarts": None,
         "log_dir": None, "start_method": "fork", "preload": ("flashrec.link",), "pull": "shm",
         "suspect_after_s": 3.0,

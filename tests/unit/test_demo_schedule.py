@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from flashrec.cli.demo.injector import Distance, distance
 from flashrec.cli.demo.schedule import FIRST_STEP, PLACES, SLOT_STEPS, Fault, least_steps, make_schedule
 from flashrec.errors import UsageError
-from flashrec.phases import Phase
+from flashrec.protocol.phase import Phase
 from flashrec.protocol.tag import BACKWARD, FORWARD, Tag
 from flashrec.protocol.tag import PLACES as TAG_PLACES
 

@@ -20,7 +20,7 @@ from flashrec.cli.demo.settings import Settings
 from flashrec.cli.demo.timing import StepLine, cost, read_logs, redone_steps, undisturbed
 from flashrec.cli.demo.verdict import compare, compare_runs
 from flashrec.cli.demo.view import rank_grid
-from flashrec.phases import Phase
+from flashrec.protocol.phase import Phase
 from flashrec.protocol.tag import Tag
 
 STEPS = 3

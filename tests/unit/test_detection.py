@@ -1,10 +1,11 @@
 """Who is suspected, and who must not be. Time is a number here."""
 
 from flashrecd.core import events as ev
-from flashrecd.core.detection import Detector
+from flashrecd.core.detection import STILL_FACTOR, Detector
 from tests.unit.daemon_core import Driven
 
 AFTER_S = 2.0
+STILL_S = STILL_FACTOR * AFTER_S + 2
 
 
 class Watched:
@@ -55,10 +56,20 @@ def test_a_heartbeat_in_time_clears() -> None:
         assert ranks.let(0.5) == []
 
 
+def test_a_step_that_a_failure_disturbed_teaches_nothing() -> None:
+    ranks = Watched("a", "b")
+    ranks.detector.disturbed(ranks.now + 1)
+    ranks.let(1)
+    ranks.let(60)
+    ranks.step += 1
+    ranks.let(0.5, still=("a",))
+    assert {proc for proc, _ in ranks.let(STILL_S, still=("a", "b"))} == {"a"}
+
+
 def test_the_one_that_is_behind_while_all_wait_for_it_is_suspected() -> None:
     ranks = Watched("a", "b", "c")
     ranks.let(1, still=("a",))
-    suspects = ranks.let(3 * AFTER_S, still=("a", "b", "c"))
+    suspects = ranks.let(STILL_S, still=("a", "b", "c"))
     assert {proc for proc, _ in suspects} == {"a"}
     assert "no progress" in suspects[0][1]
 
@@ -95,13 +106,13 @@ def test_a_rank_that_waits_by_its_own_word_is_never_behind() -> None:
     ranks = Watched("a", "b")
     ranks.let(1, still=("a",))
     ranks.waiting["a"] = True
-    assert {proc for proc, _ in ranks.let(3 * AFTER_S, still=("a", "b"))} == {"b"}
+    assert {proc for proc, _ in ranks.let(STILL_S, still=("a", "b"))} == {"b"}
 
 
 def test_those_that_are_equally_far_behind_one_that_waits_are_suspected_one_at_a_time() -> None:
     ranks = Watched("a", "b", "c")
     ranks.waiting["a"] = True
-    first = ranks.let(3 * AFTER_S, still=("a", "b", "c"))
+    first = ranks.let(STILL_S, still=("a", "b", "c"))
     assert len(first) == 1, "killing both at once could destroy the last copy of the state"
     assert ranks.let(AFTER_S / 2, still=("a", "b", "c")) == []
 
@@ -140,7 +151,7 @@ def test_a_suspect_is_killed_once_and_replaced_only_when_it_is_gone() -> None:
 
 def test_a_stall_of_all_is_inspected() -> None:
     job = Driven(2, suspect_after_s=AFTER_S).running()
-    for _ in range(60):
+    for _ in range(int(STILL_S / 0.25) + 8):
         job.now += 0.25
         for rank in job.ranks():
             job.tell(ev.Heartbeat(job.proc(rank)), ev.TagSeen(job.proc(rank), 3, 17))

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from flashrec.errors import EnvironmentFault, IntegrityError
-from flashrec.phases import IN_BODY, Phase
 from flashrec.protocol import tag as tags
+from flashrec.protocol.phase import IN_BODY, Phase
 
 
 @pytest.fixture

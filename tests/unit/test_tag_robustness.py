@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashrec.errors import EnvironmentFault, IntegrityError
-from flashrec.phases import IN_BODY, Phase
+from flashrec.protocol.phase import IN_BODY, Phase
 from flashrec.protocol.tag import PLACES, SIZE_BYTES, Tag, TagReader, TagWriter, tag_path
 
 

@@ -3,7 +3,7 @@
 One knob, `suspect_after_s`, and what follows from it:
 
     silence      no heartbeat for suspect_after_s: the process is stopped, or its interpreter is stuck
-    no progress  its tag has stood still for longer than max(2 x suspect_after_s, 5 x the longest step it has
+    no progress  its tag has stood still for longer than max(10 x suspect_after_s, 5 x the longest step it has
                  taken), it is behind every other rank, and all of those stand still too (they wait for it)
 
 When all stand still alike nobody is suspected: that is reported instead. If the watcher itself was not
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-STILL_FACTOR = 2.0
+STILL_FACTOR = 10.0
 STEP_FACTOR = 5.0
 HEARTBEATS = 12  # as many may be lost or late before their silence counts
 
@@ -70,6 +70,11 @@ class Detector:
         self._condemned: set[str] = set()
         self._ticked_at: float | None = None
         self._stall_reported = False
+        self._undisturbed_since = 0.0
+
+    def disturbed(self, now: float) -> None:
+        """A failure began, or is over: a step that had begun before says nothing about how long steps take."""
+        self._undisturbed_since = now
 
     def heard(self, proc: str, now: float) -> None:
         watch = self._watches.get(proc)
@@ -82,7 +87,8 @@ class Detector:
             watch = replace(watch, progress=progress, moved_at=now)
             self._stall_reported = False
         if entered != watch.entered:
-            took = now - watch.entered_at if watch.entered is not None else 0.0
+            learns = watch.entered is not None and watch.entered_at > self._undisturbed_since
+            took = now - watch.entered_at if learns else 0.0
             watch = replace(
                 watch, entered=entered, entered_at=now, longest_step_s=max(watch.longest_step_s, took)
             )

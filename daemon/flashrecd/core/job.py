@@ -40,6 +40,7 @@ class Core:
     state: JobState = field(default_factory=JobState)
     detector: Detector = field(init=False)
     _out: list[ev.Action] = field(default_factory=list, init=False)
+    _now: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         self.detector = Detector(self.config.suspect_after_s)
@@ -48,7 +49,7 @@ class Core:
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Action]:
         """The actions `event` leads to at monotonic time `now` (seconds)."""
-        self._out = []
+        self._out, self._now = [], now
         rule = TABLE[type(event)]
         if self.state.status is not Status.ENDED:
             rule(self, event, now)
@@ -251,6 +252,7 @@ class Core:
             if member.status in (RankStatus.LIVE, RankStatus.FORMING, RankStatus.LEFT):
                 self._update(rank, status=RankStatus.LIVE)
         self._set(status=Status.PARKING)
+        self.detector.disturbed(self._now)
         self._log("abort", f"generation {ended}: {reason}")
         self._do(ev.Abort(ended, self._live_procs(), reason))
 
@@ -362,6 +364,7 @@ class Core:
             self._finish(1, f"the ranks' gradient buckets differ after a recovery ({shown})")
             return
         self._set(status=Status.RUNNING)
+        self.detector.disturbed(now)
         self._log("running", f"generation {self.state.generation} is formed", step=self.state.tries[0])
         self._set(first_failure="")
         self._refill_standbys()
@@ -459,11 +462,9 @@ class Core:
                 )
 
     def _tick(self, event: ev.Tick, now: float) -> None:
-        watched = {
-            m.proc: m.status in (RankStatus.PARKED, RankStatus.LEFT, RankStatus.BUILDING, RankStatus.FORMING)
-            for m in self.state.members
-            if m.status not in GONE
-        }
+        starting = self.state.status is Status.STARTING  # one rank may download for all: silence alone counts
+        waits = (RankStatus.PARKED, RankStatus.LEFT, RankStatus.BUILDING, RankStatus.FORMING)
+        watched = {m.proc: starting or m.status in waits for m in self.state.members if m.status not in GONE}
         if self.state.status in (Status.STOPPING, Status.CLOSING):
             if self.state.deadline is not None and now > self.state.deadline:
                 self._set(deadline=None)

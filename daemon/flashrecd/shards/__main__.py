@@ -1,12 +1,17 @@
 """`python -m flashrecd.shards`: the shard server's command line; the daemon starts it."""
 
 import argparse
+import ctypes
+import os
+import signal
 import sys
 from pathlib import Path
 
 from flashrec.errors import FlashrecError, UsageError
 from flashrec.state.shardwire import MAX_KEY_BYTES
 from flashrecd.shards.server import serve
+
+PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -20,8 +25,13 @@ def main(arguments: list[str] | None = None) -> int:
         help="ipc://PATH or tcp://127.0.0.1:PORT",
     )
     parser.add_argument("--key-file", type=Path, help="file with the key that every request must carry")
+    parser.add_argument("--owner-pid", type=int, help="end when this parent process does")
     parser.add_argument("--exit-with-stdin", action="store_true", help="end when standard input closes")
     options = parser.parse_args(arguments)
+    if options.owner_pid is not None:
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != options.owner_pid:
+            return 1
     try:
         if not options.root.is_dir():
             raise UsageError(f"{options.root} is not a directory")

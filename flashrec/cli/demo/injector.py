@@ -24,7 +24,7 @@ from pathlib import Path
 from flashrec.cli.client import Client, ask_status
 from flashrec.cli.demo.schedule import Fault
 from flashrec.errors import EnvironmentFault
-from flashrec.phases import Phase
+from flashrec.protocol.phase import Phase
 from flashrec.protocol.tag import Tag, TagReader, tag_path
 
 STATUS_S = 0.05

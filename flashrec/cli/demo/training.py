@@ -121,6 +121,7 @@ class Training:
             module=False,
             args=arguments,
             cwd=os.getcwd(),
+            umask=0o077,
             python=sys.executable,
             env=tuple(os.environ.items()),
             world_size=self._settings.ranks,
