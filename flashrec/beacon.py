@@ -7,6 +7,9 @@ from flashrec.phases import RankState
 from flashrec.protocol.phase import Phase
 from flashrec.protocol.tag import FORWARD, SECTION, TagWriter, tag_path
 
+BODY_BEGUN = 1 << 20
+"""Progress at a body's start: more than that of any rank which is still between the two steps."""
+
 
 class Beacon:
     """Dark until `light()`: a standby that holds no rank has nothing to show. Each call costs about a
@@ -25,11 +28,14 @@ class Beacon:
         if tag is None:
             return
         step = -1 if state.version is None else state.version
-        if step != tag.step or (state.phase is Phase.COMPUTING and tag.phase != Phase.COMPUTING):
-            tag.progress = 0  # between two steps a rank is behind all that are in the second
+        if state.phase is Phase.COMPUTING and tag.phase != Phase.COMPUTING:
+            tag.progress = BODY_BEGUN
+        elif state.phase is not Phase.IDLE:
+            tag.progress += 1
+        elif step != tag.step:
+            tag.progress = 0
         if tag.body != SECTION and state.phase != tag.phase:
             tag.body = FORWARD
-        tag.progress += 1
         tag.phase, tag.generation, tag.attempt = state.phase, state.generation, attempt
         tag.step = step
         tag.changed_ns = time.monotonic_ns()

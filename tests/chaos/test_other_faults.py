@@ -20,7 +20,7 @@ def test_stopped_ranks_are_replaced(play) -> None:  # type: ignore[no-untyped-de
 def test_ranks_that_sleep_for_ever_are_replaced(play) -> None:  # type: ignore[no-untyped-def]
     """In a body, and between two: the second is noticed no later than the first."""
     faults = [Hang(1, "forward", 3), Hang(0, "between", 5)]
-    play(Scenario(recipe=Recipe(steps=8), faults=faults, suspect_after_s=QUICK / 2))
+    play(Scenario(recipe=Recipe(steps=8), faults=faults, suspect_after_s=0.8, deadline_s=90))
 
 
 def test_exceptions_and_early_ends(play) -> None:  # type: ignore[no-untyped-def]
