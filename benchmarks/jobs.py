@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from flashrec import __version__
 from flashrec.cli.client import Client, ask_status, private_daemon
+from flashrec.cli.submit import submit_from_here
 from flashrec.protocol import messages as msg
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -93,22 +93,15 @@ def run_job(
     start_method: str = "fork",
 ) -> Iterator[Job]:
     """`flashrec run -m module args...` under a daemon that exists for this job alone."""
-    submit = msg.Submit(
-        release=__version__,
-        pid=os.getpid(),
-        target=module,
-        module=True,
-        args=tuple(str(arg) for arg in args),
-        cwd=str(ROOT),
-        python=sys.executable,
-        env=tuple({**os.environ, "PYTHONPATH": search_path()}.items()),
+    submit = submit_from_here(
+        module,
         world_size=ranks,
+        module=True,
+        args=[str(arg) for arg in args],
+        cwd=str(ROOT),
+        env={**os.environ, "PYTHONPATH": search_path()},
         num_standbys=standbys,
-        max_restarts=None,
-        log_dir=None,
         start_method=start_method,
-        preload=("flashrec.warm",),
-        pull="shm",
         suspect_after_s=10.0,
     )
     with private_daemon() as client, Client(client.run_dir) as watcher:

@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import Any
 
 from chaos.cues import ENV_FOLDER
-from flashrec import __version__
 from flashrec.cli.client import Client, ask_status
+from flashrec.cli.submit import submit_from_here
 from flashrec.errors import DaemonUnavailable
 from flashrec.protocol import messages as msg
 
@@ -63,22 +63,15 @@ class Job:
         self._client = Client(self._run_dir)
         self._control = Client(self._run_dir)
         self._present_at = 0.0
-        submit = msg.Submit(
-            release=__version__,
-            pid=os.getpid(),
-            target=str(script),
-            module=False,
-            args=tuple(arguments),
-            cwd=str(folder),
-            umask=0o077,
-            python=sys.executable,
-            env=tuple(self._env.items()),
+        submit = submit_from_here(
+            str(script),
             world_size=world_size,
+            args=arguments,
+            cwd=str(folder),
+            env=self._env,
             num_standbys=standbys,
             max_restarts=max_restarts,
-            log_dir=None,
             start_method=start_method,
-            preload=("flashrec.warm",),
             pull=pull,
             suspect_after_s=suspect_after_s,
         )

@@ -27,6 +27,8 @@ DEPTHS = {"built": ("built", 1), "two built": ("built", 2), "forked": ("forked",
 TRAITS = {
     "plain": {},
     "scheduler, ema, scaler": {"extras": ("scheduler", "ema", "scaler"), "optimizer": "sgd"},
+    "averaged model": {"extras": ("averaged",), "model": "norm"},
+    "gradients in buckets": {"bucket_view": True, "zero_grad": "keep", "model": "deep", "bucket_mb": 0.002},
     "prelude, sections": {"prelude": True, "section_every": 2},
     "micro-batches": {"micro": 2, "model": "norm"},
     "micro-batches, all reduced": {"micro": 2, "no_sync": False},

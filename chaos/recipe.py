@@ -17,6 +17,8 @@ class Recipe:
     """"mlp"; "deep" (many small layers); "norm" (BatchNorm, whose buffers differ by rank)."""
     bucket_mb: float = 25.0
     """DDP's bucket_cap_mb; small values make many buckets."""
+    bucket_view: bool = False
+    """DDP's gradient_as_bucket_view."""
     find_unused: bool = False
     static_graph: bool = False
     optimizer: str = "adamw"
@@ -31,7 +33,7 @@ class Recipe:
     loader: str = "callable"
     """"callable" (rank, world) -> loader, or "iterable": made before the first step (standby "forked" only)."""
     extras: tuple[str, ...] = ()
-    """Of "scheduler", "ema", "scaler"."""
+    """Of "scheduler", "ema", "averaged" (torch's AveragedModel, itself a module), "scaler"."""
     zero_grad: str = "end"
     """"end", "start" (of the body), "keep" (set_to_none=False, at the end), "never" (gradients add up)."""
     section_every: int = 0

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 from chaos.cues import cues
 from chaos.recipe import Recipe
@@ -113,6 +114,7 @@ class Training:
         self.model = DistributedDataParallel(
             build_model(recipe),
             bucket_cap_mb=recipe.bucket_mb,
+            gradient_as_bucket_view=recipe.bucket_view,
             find_unused_parameters=recipe.find_unused,
             static_graph=recipe.static_graph,
         )
@@ -122,6 +124,8 @@ class Training:
             self.common["scheduler"] = torch.optim.lr_scheduler.StepLR(self.optimizers[0], 2, gamma=0.9)
         if "ema" in recipe.extras:
             self.common["ema"] = Ema(self.model)
+        if "averaged" in recipe.extras:
+            self.common["averaged"] = AveragedModel(self.model.module)
         if "scaler" in recipe.extras:
             self.common["scaler"] = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=3)
         self.index = 0
@@ -209,6 +213,8 @@ class Training:
             self.common["scheduler"].step()
         if "ema" in self.common:
             self.common["ema"].update(self.model)
+        if "averaged" in self.common:
+            self.common["averaged"].update_parameters(self.model.module)
         if recipe.zero_grad in ("end", "keep"):
             self.zero_grad()
         self._reach("tail")

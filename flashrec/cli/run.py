@@ -14,8 +14,8 @@ from typing import Any
 
 import click
 
-from flashrec import __version__
 from flashrec.cli.client import Client, connect, daemon_runs_in, private_daemon
+from flashrec.cli.submit import submit_from_here
 from flashrec.errors import DaemonUnavailable, ProtocolError, UsageError
 from flashrec.protocol import messages as msg
 from flashrec.protocol.places import default_run_dir
@@ -25,8 +25,6 @@ TELL_BYTES = 256 << 10
 INTERRUPTED = 130
 # What a person should see of a recovery without asking: that there is one, why, and that it is over.
 RECOVERY_EVENTS = {"abort": "recovering", "recovered": "recovered"}
-# Variables that describe the submitting terminal rather than the job.
-NOT_PASSED_ON = ("FLASHREC_DIR",)
 STREAMS = {"0": (), "1": ("stdout",), "2": ("stderr",), "3": ("stdout", "stderr")}
 
 
@@ -104,17 +102,11 @@ def run(
 ) -> None:  # fmt: skip
     """Run TARGET on this machine under a daemon, or under one of its own if none runs."""
     shown = _streams(tee)
-    submit = msg.Submit(
-        release=__version__,
-        pid=os.getpid(),
-        target=_checked(target, module),
+    submit = submit_from_here(
+        _checked(target, module),
+        world_size=nproc_per_node,
         module=module,
         args=arguments,
-        umask=_umask(),
-        cwd=os.getcwd(),
-        python=sys.executable,
-        env=tuple((k, v) for k, v in os.environ.items() if k not in NOT_PASSED_ON),
-        world_size=nproc_per_node,
         num_standbys=standby,
         max_restarts=max_restarts,
         log_dir=str(log_dir.absolute()) if log_dir else None,
@@ -283,10 +275,3 @@ class Submission:
         if self._interrupts > self._passed_on:
             self._passed_on = self._interrupts
             self._client.send(msg.StopJob(self.job, hard=self._interrupts > 1))
-
-
-def _umask() -> int:
-    """The one of this process; there is no asking for it without setting it."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask

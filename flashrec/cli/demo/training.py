@@ -1,9 +1,7 @@
 """The run under flashrec: a private daemon's job, an injector that kills its ranks, somebody who watches."""
 
 import json
-import os
 import re
-import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -11,13 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from flashrec import __version__
 from flashrec.cli.client import Client, ask_status
 from flashrec.cli.demo.faults import FaultReport, join, unplanned
 from flashrec.cli.demo.injector import InjectorProcess, Strike
 from flashrec.cli.demo.schedule import Fault
 from flashrec.cli.demo.settings import PROGRAMS, Settings
 from flashrec.cli.run import Submission
+from flashrec.cli.submit import submit_from_here
 from flashrec.errors import RecoveryFailed
 from flashrec.protocol import messages as msg
 from flashrec.protocol.tag import Tag, TagReader, tag_path
@@ -114,24 +112,11 @@ class Training:
             "--standby",
             depth if depth != "none" else "forked",
         )
-        return msg.Submit(
-            release=__version__,
-            pid=os.getpid(),
-            target=str(PROGRAMS / "train.py"),
-            module=False,
-            args=arguments,
-            cwd=os.getcwd(),
-            umask=0o077,
-            python=sys.executable,
-            env=tuple(os.environ.items()),
+        return submit_from_here(
+            str(PROGRAMS / "train.py"),
             world_size=self._settings.ranks,
+            args=arguments,
             num_standbys=int(depth != "none"),
-            max_restarts=None,
-            log_dir=None,
-            start_method="fork",
-            preload=("flashrec.warm",),
-            pull="shm",
-            suspect_after_s=3.0,
         )
 
     def _take(self, message: msg.Message | None, observer: Client) -> None:
