@@ -58,6 +58,7 @@ class Step(AbstractContextManager["Step"]):
                 f"step {self.index} was entered before; take the next one from steps(), or call step() again"
             )
         self.entered = True
+        self._engine.loop_begun = True
         self._engine.enter()
         self.attempt = self._engine.attempt
         return self

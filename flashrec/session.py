@@ -171,7 +171,6 @@ def steps(data: Source, total: int, micro: int = 1) -> Iterator[Step]:
             else:
                 kept = Step(engine, index, kept.batches, kept.epoch)  # the redo of a step has the same batch
             offered = kept
-        engine.loop_begun = True
         yield offered
         if not offered.entered:
             raise UsageError(f"step {offered.index} was never entered: put its body into `with step:`")

@@ -46,13 +46,16 @@ refused("was never entered", lambda: list(flashrec.steps([1, 2], total=2)))
 refused("micro-batches", lambda: next(flashrec.steps([1], total=9, micro=2)).batch)
 for step in flashrec.steps([torch.ones(1, 4)] * 3, total=2):
     with step:
-        refused("a step inside a step", lambda: enter(next(flashrec.steps([1], total=9))))
+        refused("a second steps() loop", lambda: next(flashrec.steps([1], total=9)))
+        flashrec.current_step()
+        refused("a step inside a step", lambda: enter(flashrec.step()))
         refused("between steps", lambda: enter(flashrec.section()))
         model(step.batch).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     assert step.committed
     refused("was entered before", lambda: enter(step))
+refused("a second steps() loop", lambda: list(flashrec.steps([torch.ones(1, 4)] * 3, total=4)))
 assert flashrec.current_step() == 2
 print("all refused", flush=True)
 """
