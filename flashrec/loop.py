@@ -84,6 +84,8 @@ class OwnStep(AbstractContextManager[Step]):
 
     def __enter__(self) -> Step:
         engine = self._engine_of()
+        if engine.rehearsing or engine.phase in IN_BODY:
+            raise UsageError("a step inside a step")
         if not engine.asked_for_step and not self._keeps_arguments:
             raise UsageError(
                 "a loop of one's own must ask flashrec.current_step() before each step, and take the batch of that "

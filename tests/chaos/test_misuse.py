@@ -47,7 +47,6 @@ refused("micro-batches", lambda: next(flashrec.steps([1], total=9, micro=2)).bat
 for step in flashrec.steps([torch.ones(1, 4)] * 3, total=2):
     with step:
         refused("a second steps() loop", lambda: next(flashrec.steps([1], total=9)))
-        flashrec.current_step()
         refused("a step inside a step", lambda: enter(flashrec.step()))
         refused("between steps", lambda: enter(flashrec.section()))
         model(step.batch).sum().backward()
