@@ -243,15 +243,17 @@ class Engine:
         if error is not None and not isinstance(error, StepAbandoned):
             return False
         assert self.state is not None
+        self._num_rehearsals += 1
+        enough = self._num_rehearsals >= self.state.rehearsals
+        if enough:
+            self.state.end_rehearsals()
         self.state.redo.put_back()
         if self.feed is not None:
             self.feed.close()
-        self._num_rehearsals += 1
-        if self._num_rehearsals < self.state.rehearsals:
+        if not enough:
             if self._machine is None:
                 self.groups.act_as(None)
             return True  # the loop offers another
-        self.state.settle_buckets(self.state.rehearsals)
         self._rehearsed_ns = time.monotonic_ns()
         if self._machine is None:
             self.groups.act_as(None)

@@ -42,6 +42,7 @@ class ProtectedState:
         self.captured = capture(self.models, self.optimizers, include_grads=True, common=common)
         self.private = PrivateState(self.models, private)
         self.redo = Redo(self.private, self.captured)
+        self._bucket_views: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         self._ddp: list[DistributedDataParallel] = [
             ddp for model in self.models for ddp in torch_private.ddp_modules(model)
         ]
@@ -129,6 +130,8 @@ class ProtectedState:
         `address`: of the shard server to pull through; None: from this node's shared memory."""
         described = [tensors.decode(part, MAX_PART_BYTES) for part in parts]
         layout = Layout.from_bytes(described[0]["layout"])
+        for parameter, grad in self._bucket_views:
+            parameter.grad = grad
         self.captured.prepare(layout)
         manifests = [ExportManifest.from_wire(part["manifest"]) for part in described]
         report = puller.pull(
@@ -148,6 +151,22 @@ class ProtectedState:
     def rehearsals(self) -> int:
         """How many bodies a replacement runs detached, before DDP's buckets are what they are on the others."""
         return max([1, *(torch_private.backwards_to_rebuild(ddp) for ddp in self._ddp)])
+
+    def end_rehearsals(self) -> None:
+        """Choose the buckets for good, while the last rehearsal's gradients are there.
+
+        With gradient_as_bucket_view these become views of the buckets. DDP divides such a gradient in place, and
+        multiplies any other by the reciprocal, which gives other bits; so a replacement whose step begins with
+        gradients needs views too.
+        """
+        self.settle_buckets(self.rehearsals)
+        self._bucket_views = [
+            (parameter, parameter.grad)
+            for ddp in self._ddp
+            if ddp.gradient_as_bucket_view
+            for parameter in ddp.parameters()
+            if parameter.grad is not None
+        ]
 
     def settle_buckets(self, version: int) -> None:
         """Give DDP's buckets the layout they have at `version` in an undisturbed run.

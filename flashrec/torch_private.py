@@ -76,6 +76,7 @@ NAMES: dict[str, str] = {
     "torch.nn.parallel:DistributedDataParallel._ddp_init_helper": CHECKED_ON,
     "torch.nn.parallel:DistributedDataParallel._register_builtin_comm_hook": CHECKED_ON,
     "torch.nn.parallel:DistributedDataParallel._set_static_graph": CHECKED_ON,
+    "torch:Tensor._is_view": CHECKED_ON,
     "torch.distributed.distributed_c10d:Backend.backend_list": CHECKED_ON,
     "torch.distributed.distributed_c10d:all_gather_object": CHECKED_ON,
     "torch.distributed.distributed_c10d:gather_object": CHECKED_ON,
@@ -136,6 +137,11 @@ def set_global_rank(rank: int) -> None:
     """Tell c10d's own log lines which rank this process has become."""
     module: Any = importlib.import_module("torch._C._distributed_c10d")
     module._set_global_rank(rank)
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a view of another, as a gradient is with DDP's gradient_as_bucket_view."""
+    return bool(tensor._is_view())
 
 
 def ddp_modules(model: nn.Module) -> list[DistributedDataParallel]:

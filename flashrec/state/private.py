@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flashrec import device
+from flashrec import device, torch_private
 from flashrec.errors import UsageError
 from flashrec.state.capture import Captured, stateful, unwrapped
 from flashrec.state.codec import checksum
@@ -268,7 +268,16 @@ class Redo:
                     parameter.grad = None
                     continue
                 grad, values = noted
-                # The same object again: DDP's gradients can be views of its buckets.
+                # The same object again: DDP's gradients can be views of its buckets. A view that is there now
+                # is one of newer buckets, made since the note.
+                now = parameter.grad
+                if (
+                    now is not None
+                    and torch_private.is_view(now)
+                    and now.shape == grad.shape
+                    and now.dtype == grad.dtype
+                ):
+                    grad = now
                 grad.copy_(values)
                 parameter.grad = grad
         for state, groups in zip(self._captured.optimizers, self._hyper_parameters, strict=True):
