@@ -9,7 +9,7 @@ from chaos.scenario import Scenario
 
 TRAITS = {
     "common state": Recipe(
-        extras=("scheduler", "ema", "scaler"),
+        extras=("scheduler", "averaged", "scaler"),
         optimizer="sgd",
         prelude=True,
         section_every=2,
@@ -18,7 +18,9 @@ TRAITS = {
     "micro-batches": Recipe(
         micro=2, model="norm", optimizer="two", objects=True, swallow=True, extras=("scheduler",)
     ),
-    "loader workers": Recipe(loader="iterable", workers=2, standby="forked", zero_grad="keep"),
+    "loader workers": Recipe(
+        loader="iterable", workers=2, standby="forked", zero_grad="keep", bucket_view=True
+    ),
     "own loop": Recipe(loop="own", model="norm", zero_grad="start"),
     "decorated": Recipe(loop="decorated", optimizer="closure", extras=("ema",)),
     "finds unused": Recipe(find_unused=True, model="deep", bucket_mb=0.002),
