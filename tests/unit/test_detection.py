@@ -134,6 +134,26 @@ def test_a_process_that_was_never_heard_of_is_not_silent() -> None:
 # --- what the core makes of it --------------------------------------------------------------------------------
 
 
+def test_a_replacement_that_never_gets_ready_is_replaced_in_its_turn() -> None:
+    job = Driven(3, suspect_after_s=AFTER_S)
+    job.now += 100  # as long as the ranks took to start
+    job.running()
+    job.die(1, 0)
+    for rank in (0, 2):
+        job.park(rank, 0)
+    stuck = job.proc(1)
+
+    def killed_after(seconds: float) -> list[str]:
+        job.now += seconds
+        for rank in job.ranks():
+            job.tell(ev.Heartbeat(job.proc(rank)))
+        return [kill.proc for kill in job.found(ev.Kill, job.tell(ev.Tick()))]
+
+    assert [killed_after(0.5) for _ in range(2 * 490)] == [[]] * 2 * 490
+    assert stuck in [proc for _ in range(2 * 20) for proc in killed_after(0.5)]
+    assert any("not ready after" in log.reason for log in job.found(ev.Log))
+
+
 def test_a_suspect_is_killed_once_and_replaced_only_when_it_is_gone() -> None:
     job = Driven(2, suspect_after_s=AFTER_S).running()
     job.tell(ev.Heartbeat(job.proc(0)))

@@ -5,6 +5,8 @@ One knob, `suspect_after_s`, and what follows from it:
     silence      no heartbeat for suspect_after_s: the process is stopped, or its interpreter is stuck
     no progress  its tag has stood still for longer than max(10 x suspect_after_s, 5 x the longest step it has
                  taken), it is behind every other rank, and all of those stand still too (they wait for it)
+    slow         a replacement that is not ready after max(200 x suspect_after_s, 5 x the longest any rank took
+                 from its launch to protect() when the job started), while all others are parked
 
 When all stand still alike nobody is suspected: that is reported instead. If the watcher itself was not
 running (a tick came late), nobody is blamed for it.
@@ -16,6 +18,8 @@ from typing import NamedTuple
 
 STILL_FACTOR = 10.0
 STEP_FACTOR = 5.0
+BUILD_FACTOR = 200.0
+START_FACTOR = 5.0
 HEARTBEATS = 12  # as many may be lost or late before their silence counts
 
 
@@ -42,6 +46,12 @@ def explain(suspect_after_s: float) -> list[Timeout]:
             STILL_FACTOR * suspect_after_s,
             f"{STILL_FACTOR:.0f} x suspect after, or {STEP_FACTOR:.0f} x the rank's longest step if that is more: "
             "a rank that others wait for is killed and replaced",
+        ),
+        Timeout(
+            "replacement",
+            BUILD_FACTOR * suspect_after_s,
+            f"{BUILD_FACTOR:.0f} x suspect after, or {START_FACTOR:.0f} x the longest start if that is more: a "
+            "replacement that is not ready is killed and replaced",
         ),
         Timeout(
             "late watcher",
@@ -71,6 +81,8 @@ class Detector:
         self._ticked_at: float | None = None
         self._stall_reported = False
         self._undisturbed_since = 0.0
+        self._building_since: dict[str, float] = {}
+        self._longest_start_s = 0.0
 
     def disturbed(self, now: float) -> None:
         """A failure began, or is over: a step that had begun before says nothing about how long steps take."""
@@ -94,7 +106,30 @@ class Detector:
             )
         self._watches[proc] = watch
 
+    def building(self, proc: str, now: float) -> None:
+        """`proc` was launched for a rank, or given one."""
+        self._building_since[proc] = now
+
+    def protected(self, proc: str, now: float) -> None:
+        """`proc`, launched when the job started, has come to protect()."""
+        since = self._building_since.pop(proc, now)
+        self._longest_start_s = max(self._longest_start_s, now - since)
+
+    def formed(self) -> None:
+        """Nobody is building any more."""
+        self._building_since.clear()
+
+    def slow(self, now: float) -> list[tuple[str, str]]:
+        """The replacements that all others have waited for long enough."""
+        bound = max(BUILD_FACTOR * self.suspect_after_s, START_FACTOR * self._longest_start_s)
+        return [
+            (proc, f"a replacement that is not ready after {now - since:.0f} s")
+            for proc, since in self._building_since.items()
+            if now - since > bound
+        ]
+
     def forget(self, proc: str) -> None:
+        self._building_since.pop(proc, None)
         self._watches.pop(proc, None)
         self._condemned.discard(proc)
 

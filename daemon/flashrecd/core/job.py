@@ -95,6 +95,7 @@ class Core:
         for rank in range(self.config.world_size):
             proc = self._new_proc()
             members.append(Member(proc))
+            self.detector.building(proc, self._now)
             self._do(ev.Launch(proc, rank, self.state.generation, replacement=False))
         self._set(members=tuple(members), status=Status.STARTING)
         self._log("world starting", reason)
@@ -132,6 +133,7 @@ class Core:
             return
         member = self._update(rank, layout=event.layout_digest)
         if member.status is RankStatus.STARTING:
+            self.detector.protected(event.proc, now)
             self._update(rank, status=RankStatus.LIVE, version=0)
         layouts = {m.layout for m in self.state.members if m.layout and m.status not in GONE}
         done = [r for r, m in enumerate(self.state.members) if m.status is RankStatus.DONE]
@@ -271,6 +273,7 @@ class Core:
             proc = self._new_proc()
             self._do(ev.Launch(proc, rank, generation, replacement=True))
             self._log("replacement", f"no standby was ready: {proc} is started", rank)
+        self.detector.building(proc, self._now)
         self._update(
             rank, proc=proc, status=RankStatus.BUILDING, version=None, can_advance=False, sealed=sealed
         )
@@ -364,6 +367,7 @@ class Core:
             self._finish(1, f"the ranks' gradient buckets differ after a recovery ({shown})")
             return
         self._set(status=Status.RUNNING)
+        self.detector.formed()
         self.detector.disturbed(now)
         self._log("running", f"generation {self.state.generation} is formed", step=self.state.tries[0])
         self._set(first_failure="")
@@ -474,7 +478,9 @@ class Core:
         if self.detector.stalled(watched, now):
             self._log("stalled", "every rank stands still alike; nobody can be blamed")
             self._do(ev.Inspect(tuple(watched)))
-        for proc, why in self.detector.suspects(watched, now):
+        recovering = self.state.status in (Status.PARKING, Status.FORMING)
+        slow = self.detector.slow(now) if recovering else []
+        for proc, why in (*self.detector.suspects(watched, now), *slow):
             rank = self.rank_of(proc)
             if rank is not None:
                 self._kill_suspect(rank, why)
