@@ -46,6 +46,7 @@ class ProtectedState:
         self._ddp: list[DistributedDataParallel] = [
             ddp for model in self.models for ddp in torch_private.ddp_modules(model)
         ]
+        self._refuse_lost_hooks(private)
         self._quiet: dict[str, Any] | None = None
         self._quiet_version = 0
 
@@ -59,6 +60,19 @@ class ProtectedState:
                     f"{MAX_COMMON_BYTES >> 20} MiB. If it is a module (an average of the weights), pass it as one more "
                     f"model: protect(model=[model, {name}], ...)"
                 )
+
+    def _refuse_lost_hooks(self, private: Mapping[str, Any]) -> None:
+        """A communication hook's state (PowerSGD's error feedback, say) changes in every step and differs by rank,
+        so it must be saved with the rest, which needs state_dict/load_state_dict."""
+        for ddp in self._ddp:
+            for state in torch_private.comm_hook_state(ddp):
+                stateless = state is None or isinstance(state, torch.distributed.ProcessGroup)
+                if not stateless and not any(state is one for one in private.values()):
+                    raise UsageError(
+                        f"DistributedDataParallel has a communication hook with a {type(state).__name__}, which a "
+                        "replacement would begin without: give it state_dict/load_state_dict, and pass it as "
+                        "protect(private=...), or use a hook without state"
+                    )
 
     # --- layout -------------------------------------------------------------------------------------------
 
