@@ -29,6 +29,11 @@ def test_killed_in_every_place(depth: str, play) -> None:  # type: ignore[no-unt
     steps = max(fault.step or 0 for fault in faults) + 4
     recipe = Recipe(steps=steps, standby=standby, section_every=3, extras=("scheduler",))
     outcome = play(Scenario(recipe=recipe, faults=faults, standbys=standbys, deadline_s=120))
+    in_sections = [fault.step for fault in faults if fault.place == "section"]
+    # Rank 2 lives through it all, and knows which of its sections were worthless.
+    said = dict(line.split() for line in (outcome.folder / "out" / "sections.r2").read_text().splitlines())
+    assert {said[str(step)] for step in in_sections} == {"False"}
+    assert list(said.values()).count("True") > len(said) // 2
     recovered = outcome.job.final_status["recoveries"]
     assert len(recovered) == len(faults)
     assert all(record["complete"] for record in recovered)
