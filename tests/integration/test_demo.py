@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -110,15 +109,15 @@ def test_interrupted_demo_leaves_nothing(number: signal.Signals, tmp_path: Path)
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        # A shell's background job has SIGINT ignored, and Python leaves it at that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as demo:
         assert demo.stdout is not None
         for line in demo.stdout:
             if "killed in" in line:  # in the middle of a recovery
                 break
         demo.send_signal(number)
-        began = time.monotonic()
         rest = demo.stdout.read()
         demo.wait(timeout=30)
     assert demo.returncode not in (0, -number), "it ends in order, and says that it did not finish"
     assert "Traceback" not in rest, rest
-    assert time.monotonic() - began < 30
