@@ -42,7 +42,7 @@ class Profile:
             (state, "seal_private", "seal: encode"),
             (state.private, "snapshot", "private state: snapshot"),
             (state, "disturbed", "private state: comparison"),
-            (engine._arena, "seal", "seal: write"),
+            (engine._private, "seal", "seal: write"),
             (engine.feed, "position", "seal: data position"),
         ):
             setattr(holder, name, self._timed(part, getattr(holder, name)))

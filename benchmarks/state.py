@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from flashrec.state import tensors
-from flashrec.state.arena import Arena
+from flashrec.state.private_slots import PrivateSlots
 from flashrec.state.capture import capture
 from flashrec.state.export import export
 from flashrec.state.manifest import ExportManifest, Source, export_path
@@ -63,7 +63,7 @@ def costs(directory: Path) -> dict[str, float]:
     private = PrivateState(model)
     buffered = PrivateState(nn.Sequential(model, *[nn.BatchNorm1d(64) for _ in range(10)]))
     redo = Redo(private, capture(model, optimizer))
-    arena = Arena(directory / "private", 0)
+    slots = PrivateSlots(directory / "private", 0)
     payload = tensors.encode(private.snapshot())
     version = iter(range(1 << 30))
     return {
@@ -71,7 +71,7 @@ def costs(directory: Path) -> dict[str, float]:
         "snapshot_with_30_buffers_us": microseconds(buffered.snapshot),
         "encode_us": microseconds(lambda: tensors.encode(private.snapshot()))
         - microseconds(private.snapshot),
-        "seal_us": microseconds(lambda: arena.seal(next(version), 1, payload)),
+        "seal_us": microseconds(lambda: slots.seal(next(version), 1, payload)),
         "payload_bytes": len(payload),
         "quiet_digest_us": microseconds(private.quiet_digest),
         "redo_note_us": microseconds(redo.note),

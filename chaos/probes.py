@@ -19,9 +19,9 @@ def install() -> None:
     from flashrec.gate import AllReduceGate, SharedMemoryGate
     from flashrec.groups import GroupSet
     from flashrec.protected import ProtectedState
-    from flashrec.state.arena import Arena
+    from flashrec.state.private_slots import PrivateSlots
 
-    _probe(Arena, "seal", before="seal")
+    _probe(PrivateSlots, "seal", before="seal")
     for gate in (SharedMemoryGate, AllReduceGate):
         _probe(gate, "agree", before="vote", after="voted")
     _probe(GroupSet, "form", before="form", after="formed")

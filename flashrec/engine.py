@@ -24,7 +24,7 @@ from flashrec.protected import ProtectedState
 from flashrec.protocol import messages as msg
 from flashrec.protocol.phase import IN_BODY, Phase
 from flashrec.rendezvous import RendezvousStore
-from flashrec.state.arena import Arena
+from flashrec.state.private_slots import PrivateSlots
 from flashrec.state.pull import PullCancelled, Puller
 
 
@@ -46,7 +46,7 @@ class Engine:
         self.asked_for_step = False  # current_step() was called since the last step
         self._entered: int | None = None
         self._machine: ph.RankMachine | None = None
-        self._arena: Arena | None = None
+        self._private: PrivateSlots | None = None
         self.beacon = Beacon()
         self._store: RendezvousStore | None = None
         self._gate: Gate | None = None
@@ -97,7 +97,7 @@ class Engine:
         phase = Phase.BUILDING if self.replacement else Phase.STARTING
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0", ROLE_RANK=str(rank))
         self._machine = ph.RankMachine(ph.RankState(rank, phase, generation))
-        self._arena = Arena(self.shm_dir / "private", rank)
+        self._private = PrivateSlots(self.shm_dir / "private", rank)
         self.beacon.light(self.shm_dir, rank)
         self.beacon.show(self._machine.state, self.attempt)
 
@@ -273,7 +273,7 @@ class Engine:
         """If the script changed private state after it was sealed, say what, and seal it again."""
         assert self.state is not None
         assert self._machine is not None
-        assert self._arena is not None
+        assert self._private is not None
         if self._machine.state.dirty:
             return  # an abandoned body changed it, and the redo puts it back: what was sealed before holds
         disturbed = self.state.disturbed()
@@ -282,7 +282,7 @@ class Engine:
         self._start_sealed = True
         version = self._machine.state.version or 0
         payload = self.state.seal_private(self.feed, version=version, provisional=False)
-        self._arena.seal(version, self._machine.state.generation, payload, again=True)
+        self._private.seal(version, self._machine.state.generation, payload, again=True)
         if disturbed:
             self.warn_once(
                 "disturbed",
@@ -385,7 +385,7 @@ class Engine:
     def _execute(self, action: ph.Action) -> bool:
         """False: what follows in the same list is void, because the forming was given up."""
         assert self._machine is not None
-        assert self._arena is not None
+        assert self._private is not None
         assert self.state is not None
         machine = self._machine.state
         match action:
@@ -393,7 +393,7 @@ class Engine:
                 # By protect(): the script may still seed its generators.
                 provisional = machine.phase is Phase.IDLE
                 payload = self.state.seal_private(self.feed, version=action.version, provisional=provisional)
-                self._arena.seal(action.version, machine.generation, payload)
+                self._private.seal(action.version, machine.generation, payload)
             case ph.Vote():
                 self._handle(ph.Verdict(self._vote()))
             case ph.Report():
@@ -404,7 +404,7 @@ class Engine:
             case ph.PutBack():
                 self.state.redo.put_back()
             case ph.DiscardAbove():
-                self._arena.discard_above(action.version)
+                self._private.discard_above(action.version)
                 self.state.forget_sealed(action.version)
             case ph.Serve():
                 self._serve(action.plan)
@@ -478,8 +478,8 @@ class Engine:
 
     def _install(self, plan: ph.Plan) -> None:
         assert self.state is not None
-        assert self._arena is not None
-        self.state.install_private(self._arena.read(plan.version), self.feed, self.rank, self.world_size)
+        assert self._private is not None
+        self.state.install_private(self._private.read(plan.version), self.feed, self.rank, self.world_size)
         parts = self.link.parts.wait(plan.generation, self._sources)
         remote = self.link.welcome.shard_address if self.link.welcome.pull == "zmq" else None
         puller = Puller(lambda: self.link.parts.aborted(plan.generation))

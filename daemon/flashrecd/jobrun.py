@@ -17,7 +17,7 @@ from flashrec.protocol import messages as msg
 from flashrec.protocol.jobdir import JobDirectory
 from flashrec.protocol.spawn import ProcSpec
 from flashrec.protocol.tag import Tag, TagReader, tag_path
-from flashrec.state.arena import Arena
+from flashrec.state.private_slots import PrivateSlots
 from flashrec.state.export import discard_exports
 from flashrec.state.layout import Layout
 from flashrecd.core import events as ev
@@ -155,7 +155,7 @@ class JobRun:
         if rank is None:
             return ()
         try:
-            return tuple(slot.version for slot in Arena(self.shm_dir / "private", rank).sealed())
+            return tuple(slot.version for slot in PrivateSlots(self.shm_dir / "private", rank).sealed())
         except FlashrecError as error:
             self.log("sealed state unreadable", str(error), rank)
             return ()

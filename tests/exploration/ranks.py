@@ -36,7 +36,7 @@ def feed(slot: Slot, event: ph.Event) -> Slot:
 
 
 def die(slot: Slot, exit_code: int | None = None) -> Slot:
-    """Memory, and what was still to be read, are gone. Arena, exports and what was sent stay."""
+    """Memory, and what was still to be read, are gone. PrivateSlots, exports and what was sent stay."""
     return slot._replace(life=Life.ZOMBIE, exit_code=exit_code, proc=None, inbox=())
 
 

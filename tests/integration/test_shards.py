@@ -456,21 +456,21 @@ def test_source_failed_is_not_raised_for_an_answer(start: Callable[..., Server])
 FILL = """
 import os, pathlib, sys
 from flashrec.errors import EnvironmentFault
-from flashrec.state.arena import Arena
-arena = Arena(pathlib.Path(sys.argv[1]), 0)
-arena.seal(0, 1, b"0" * 300_000)
-arena.seal(1, 1, b"1" * 300_000)
+from flashrec.state.private_slots import PrivateSlots
+slots = PrivateSlots(pathlib.Path(sys.argv[1]), 0)
+slots.seal(0, 1, b"0" * 300_000)
+slots.seal(1, 1, b"1" * 300_000)
 try:
-    arena.seal(2, 1, b"2" * 600_000)
+    slots.seal(2, 1, b"2" * 600_000)
 except EnvironmentFault as error:
     print(error)
 else:
     sys.exit("the filesystem did not fill up")
-assert arena.read(0) == b"0" * 300_000 and arena.read(1) == b"1" * 300_000
-assert sorted(os.listdir(arena.directory)) == ["r0.v0.g1", "r0.v1.g1"], os.listdir(arena.directory)
-arena.discard_above(0)
-arena.seal(1, 2, b"3" * 600_000)
-assert arena.read(1) == b"3" * 600_000
+assert slots.read(0) == b"0" * 300_000 and slots.read(1) == b"1" * 300_000
+assert sorted(os.listdir(slots.directory)) == ["r0.v0.g1", "r0.v1.g1"], os.listdir(slots.directory)
+slots.discard_above(0)
+slots.seal(1, 2, b"3" * 600_000)
+assert slots.read(1) == b"3" * 600_000
 """
 
 

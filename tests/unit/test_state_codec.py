@@ -228,7 +228,7 @@ def test_checksum_tells_single_bits_apart() -> None:
 
 def test_the_torch_free_parts_import_neither_torch_nor_numpy() -> None:
     code = (
-        "import sys, flashrec.state.codec, flashrec.state.arena, flashrec.state.layout\n"
+        "import sys, flashrec.state.codec, flashrec.state.private_slots, flashrec.state.layout\n"
         "import flashrec.state.shardwire, flashrec.state.export, flashrecd.shards.server\n"
         "sys.exit(any(name in sys.modules for name in ('torch', 'numpy')))"
     )

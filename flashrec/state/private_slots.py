@@ -1,4 +1,4 @@
-"""The arena: sealed versions of one rank's private state in shared memory, which outlive the rank. No torch.
+"""Sealed versions of one rank's private state in shared memory, which outlive the rank. No torch.
 
 A slot is one file, private/r<rank>.v<version>.g<generation>, that appears by rename when it is complete:
 
@@ -6,7 +6,8 @@ A slot is one file, private/r<rank>.v<version>.g<generation>, that appears by re
     magic  | format | rank | version | generation | size  | checksum of payload | of the header   | payload
     ...
 
-The two newest versions are kept: the one all ranks are known to have may be the older one. A version sealed
+The three newest versions are kept: private state of `s + 1` is sealed in the gate of step `s`, when it is not yet
+known that every rank has sealed its tensors at `s`, and the job may have to go back to `s - 1`. A version sealed
 again in a later generation (its step was redone) takes the place of the earlier attempt, and one of an
 earlier generation is refused: whoever writes it has been replaced.
 """
@@ -25,7 +26,7 @@ from flashrec.state.files import ASIDE, fault, free_bytes, make_directory, no_sp
 
 SLOT_NAME = re.compile(r"r(\d{1,9})\.v(\d{1,18})\.g(\d{1,18})", re.ASCII)
 
-KEPT_VERSIONS = 2
+KEPT_VERSIONS = 3
 
 _MAGIC = b"FLASHSLT"
 _FORMAT = 1
@@ -43,7 +44,7 @@ class SealedSlot:
     size_bytes: int
 
 
-class Arena:
+class PrivateSlots:
     """The slots of `rank` in `directory` (`private/` below the job's directory in shared memory).
 
     One process at a time seals; any may read. Raises EnvironmentFault when the directory cannot be made."""
@@ -55,7 +56,7 @@ class Arena:
         make_directory(self.directory)
 
     def seal(self, version: int, generation: int, payload: Buffer, *, again: bool = False) -> None:
-        """Make `payload` the rank's state at `version`, then let go of all but the two newest versions.
+        """Make `payload` the rank's state at `version`, then let go of all but the three newest versions.
 
         `again`: it takes the place, atomically, of what this generation sealed for the version before.
 
@@ -122,7 +123,7 @@ class Arena:
 
     def check_space(self, needed_bytes: int) -> None:
         """Raises EnvironmentFault when fewer than `needed_bytes` are free (a seal of n bytes needs n and a
-        header, while two older versions are there)."""
+        header, while three older versions are there)."""
         if free_bytes(self.directory) < needed_bytes:
             raise no_space(self.directory, needed_bytes)
         if not os.access(self.directory, os.W_OK | os.X_OK):

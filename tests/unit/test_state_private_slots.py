@@ -11,27 +11,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashrec.errors import EnvironmentFault, IntegrityError, UsageError
-from flashrec.state import arena as arena_module
+from flashrec.state import private_slots as arena_module
 from flashrec.state import files
-from flashrec.state.arena import HEADER_BYTES, Arena
+from flashrec.state.private_slots import HEADER_BYTES, PrivateSlots
 
 PAYLOADS = {version: bytes([version]) * (1000 + version) for version in range(10)}
 
 
-def versions(arena: Arena) -> list[int]:
+def versions(arena: PrivateSlots) -> list[int]:
     return [slot.version for slot in arena.sealed()]
 
 
-def names(arena: Arena) -> list[str]:
+def names(arena: PrivateSlots) -> list[str]:
     return sorted(os.listdir(arena.directory))
 
 
 @pytest.fixture
-def arena(tmp_path: Path) -> Arena:
-    return Arena(tmp_path / "private", 3)
+def arena(tmp_path: Path) -> PrivateSlots:
+    return PrivateSlots(tmp_path / "private", 3)
 
 
-def test_the_two_newest_versions_are_kept(arena: Arena) -> None:
+def test_the_two_newest_versions_are_kept(arena: PrivateSlots) -> None:
     for version in range(5):
         arena.seal(version, 1, PAYLOADS[version])
         assert versions(arena) == list(range(max(0, version - 1), version + 1))
@@ -43,7 +43,7 @@ def test_the_two_newest_versions_are_kept(arena: Arena) -> None:
 
 
 def test_ranks_do_not_touch_each_other(tmp_path: Path) -> None:
-    one, eleven = Arena(tmp_path, 1), Arena(tmp_path, 11)
+    one, eleven = PrivateSlots(tmp_path, 1), PrivateSlots(tmp_path, 11)
     for version in range(3):
         one.seal(version, 1, b"one")
         eleven.seal(version, 1, b"eleven")
@@ -52,7 +52,7 @@ def test_ranks_do_not_touch_each_other(tmp_path: Path) -> None:
     assert versions(eleven) == [1, 2]
 
 
-def test_an_empty_payload_is_a_version(arena: Arena) -> None:
+def test_an_empty_payload_is_a_version(arena: PrivateSlots) -> None:
     arena.seal(0, 0, b"")
     assert versions(arena) == [0]
     assert arena.read(0) == b""
@@ -114,12 +114,12 @@ def test_a_crash_at_any_system_call_leaves_whole_versions_only(tmp_path: Path, a
     visible_after_crash = set()
     calls = 0
     while True:
-        arena = Arena(tmp_path / str(calls), 0)
+        arena = PrivateSlots(tmp_path / str(calls), 0)
         arena.seal(4, 1, PAYLOADS[4])
         arena.seal(5, 1, PAYLOADS[5])
         crashed = in_crashing_child(calls, after=after, act=lambda arena=arena: arena.seal(6, 1, PAYLOADS[6]))
         # Another process (the daemon, the replacement) looks at what is there.
-        reader = Arena(tmp_path / str(calls), 0)
+        reader = PrivateSlots(tmp_path / str(calls), 0)
         seen = versions(reader)
         assert set(seen) >= {5}, "the version all ranks have must never be lost"
         assert {4, 5} <= set(seen) or {5, 6} <= set(seen), "two versions at all times"
@@ -140,18 +140,18 @@ def test_a_crash_at_any_system_call_leaves_whole_versions_only(tmp_path: Path, a
 
 
 def test_a_torso_left_by_a_dead_writer_is_swept_by_the_next_seal(tmp_path: Path) -> None:
-    arena = Arena(tmp_path, 0)
+    arena = PrivateSlots(tmp_path, 0)
     assert in_crashing_child(2, after=True, act=lambda: arena.seal(0, 1, PAYLOADS[9]))
     assert any(name.startswith(".") for name in names(arena))
     assert versions(arena) == []
-    Arena(tmp_path, 0).seal(0, 2, b"x")
+    PrivateSlots(tmp_path, 0).seal(0, 2, b"x")
     assert names(arena) == ["r0.v0.g2"]
 
 
 # --- generations --------------------------------------------------------------------------------------------
 
 
-def test_a_redone_version_takes_the_place_of_its_first_attempt(arena: Arena) -> None:
+def test_a_redone_version_takes_the_place_of_its_first_attempt(arena: PrivateSlots) -> None:
     arena.seal(5, 1, b"five")
     arena.seal(6, 1, b"first attempt")
     arena.seal(6, 2, b"second attempt")
@@ -159,14 +159,14 @@ def test_a_redone_version_takes_the_place_of_its_first_attempt(arena: Arena) -> 
     assert names(arena) == ["r3.v5.g1", "r3.v6.g2"]
 
 
-def test_an_older_generation_may_not_seal(arena: Arena) -> None:
+def test_an_older_generation_may_not_seal(arena: PrivateSlots) -> None:
     arena.seal(5, 2, b"new")
     with pytest.raises(UsageError, match=r"rank 3 .*version 6 in generation 1"):
         arena.seal(6, 1, b"stale")
     assert names(arena) == ["r3.v5.g2"]
 
 
-def test_versions_above_the_resumed_one_are_fenced_even_if_not_discarded(arena: Arena) -> None:
+def test_versions_above_the_resumed_one_are_fenced_even_if_not_discarded(arena: PrivateSlots) -> None:
     arena.seal(6, 1, b"six")
     arena.seal(7, 1, b"lost with its generation")
     arena.seal(6, 2, b"six again")
@@ -174,13 +174,13 @@ def test_versions_above_the_resumed_one_are_fenced_even_if_not_discarded(arena: 
     assert arena.read(6) == b"six again"
 
 
-def test_going_back_within_a_generation_is_refused(arena: Arena) -> None:
+def test_going_back_within_a_generation_is_refused(arena: PrivateSlots) -> None:
     arena.seal(6, 1, b"six")
     with pytest.raises(UsageError, match="later"):
         arena.seal(5, 1, b"five")
 
 
-def test_sealing_the_same_again_needs_the_same_bytes(arena: Arena) -> None:
+def test_sealing_the_same_again_needs_the_same_bytes(arena: PrivateSlots) -> None:
     arena.seal(6, 1, b"six")
     arena.seal(6, 1, b"six")
     with pytest.raises(UsageError, match="other bytes"):
@@ -188,7 +188,7 @@ def test_sealing_the_same_again_needs_the_same_bytes(arena: Arena) -> None:
     assert arena.read(6) == b"six"
 
 
-def test_discard_above_removes_every_generation(arena: Arena) -> None:
+def test_discard_above_removes_every_generation(arena: PrivateSlots) -> None:
     arena.seal(5, 1, b"five")
     arena.seal(6, 1, b"six")
     assert [slot.version for slot in arena.discard_above(5)] == [6]
@@ -202,7 +202,7 @@ def test_any_history_of_seals_and_discards(
     tmp_path_factory: pytest.TempPathFactory, history: list[tuple[int, int, bool]]
 ) -> None:
     """Against a model: a dict of what must be readable."""
-    arena = Arena(tmp_path_factory.mktemp("arena"), 0)
+    arena = PrivateSlots(tmp_path_factory.mktemp("arena"), 0)
     model: dict[int, tuple[int, bytes]] = {}
     for number, (version, generation, discard) in enumerate(history):
         if discard:
@@ -229,13 +229,13 @@ def test_any_history_of_seals_and_discards(
 
 
 @pytest.fixture
-def sealed_file(arena: Arena) -> Path:
+def sealed_file(arena: PrivateSlots) -> Path:
     arena.seal(7, 2, PAYLOADS[7])
     return arena.directory / "r3.v7.g2"
 
 
 @pytest.mark.parametrize("position", [0, 9, 13, 20, 30, 40, 50, HEADER_BYTES, HEADER_BYTES + 500, -1])
-def test_a_flipped_bit_is_found(arena: Arena, sealed_file: Path, position: int) -> None:
+def test_a_flipped_bit_is_found(arena: PrivateSlots, sealed_file: Path, position: int) -> None:
     data = bytearray(sealed_file.read_bytes())
     data[position] ^= 4
     sealed_file.write_bytes(data)
@@ -244,26 +244,26 @@ def test_a_flipped_bit_is_found(arena: Arena, sealed_file: Path, position: int) 
 
 
 @pytest.mark.parametrize("length", [0, 1, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 5])
-def test_a_truncated_file_is_not_listed_and_not_read(arena: Arena, sealed_file: Path, length: int) -> None:
+def test_a_truncated_file_is_not_listed_and_not_read(arena: PrivateSlots, sealed_file: Path, length: int) -> None:
     os.truncate(sealed_file, length)
     assert arena.sealed() == []
     with pytest.raises(IntegrityError, match="truncated"):
         arena.read(7)
 
 
-def test_a_file_under_another_name_is_found_out(arena: Arena, sealed_file: Path) -> None:
+def test_a_file_under_another_name_is_found_out(arena: PrivateSlots, sealed_file: Path) -> None:
     os.rename(sealed_file, arena.directory / "r3.v8.g2")
     assert arena.sealed() == []
     with pytest.raises(IntegrityError, match="holds version 7"):
         arena.read(8)
 
 
-def test_a_version_that_is_not_there(arena: Arena) -> None:
+def test_a_version_that_is_not_there(arena: PrivateSlots) -> None:
     with pytest.raises(IntegrityError, match="rank 3 has no sealed version 1"):
         arena.read(1)
 
 
-def test_stray_files_are_ignored(arena: Arena, sealed_file: Path) -> None:
+def test_stray_files_are_ignored(arena: PrivateSlots, sealed_file: Path) -> None:
     for name in ("r3.v9", "r3.v9.g1.bak", "notes", "r3.vx.g1", ".r3.v9.g1.1.1"):
         (arena.directory / name).write_bytes(b"x")
     assert versions(arena) == [7]
@@ -276,7 +276,7 @@ def test_stray_files_are_ignored(arena: Arena, sealed_file: Path) -> None:
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.ENOMEM])
 @pytest.mark.parametrize("first_write_takes", [0, 700])
 def test_a_full_filesystem_is_an_environment_fault_and_loses_nothing(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch, code: int, first_write_takes: int
+    arena: PrivateSlots, monkeypatch: pytest.MonkeyPatch, code: int, first_write_takes: int
 ) -> None:
     arena.seal(4, 1, PAYLOADS[4])
     arena.seal(5, 1, PAYLOADS[5])
@@ -299,7 +299,7 @@ def test_a_full_filesystem_is_an_environment_fault_and_loses_nothing(
     assert versions(arena) == [5, 6]
 
 
-def test_no_permission_is_an_environment_fault(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_permission_is_an_environment_fault(arena: PrivateSlots, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> int:
         raise PermissionError(errno.EACCES, "Permission denied")
 
@@ -311,10 +311,10 @@ def test_no_permission_is_an_environment_fault(arena: Arena, monkeypatch: pytest
 def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(EnvironmentFault, match="file"):
-        Arena(tmp_path / "file", 0)
+        PrivateSlots(tmp_path / "file", 0)
 
 
-def test_check_space_names_directory_needed_and_free(arena: Arena) -> None:
+def test_check_space_names_directory_needed_and_free(arena: PrivateSlots) -> None:
     arena.check_space(1)
     needed = 1 << 60
     with pytest.raises(
