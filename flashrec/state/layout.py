@@ -1,8 +1,14 @@
 """Which tensors a rank's state consists of, and how it is cut into pieces. Free of torch.
 
-A layout is the ordered list of a rank's tensors; the bytes of each are those of its elements in C order,
-whatever its strides in memory. Two ranks can serve each other exactly if their layouts have the same
-digest.
+A layout is an ordered list of tensors; the bytes of each are those of its elements in C order, whatever
+its strides in memory. A rank's tensors are divided into replica sets by who else holds the very same bytes:
+
+    DDP, ranks 0-3             {0, 1, 2, 3}: everything
+    FSDP, ranks 0-3            {r}: the rank's shards
+    HSDP, 2 replicas of 2      {0, 2} and {1, 3}: the shards of each pair
+    ZeRO-1, ranks 0-3          {0, 1, 2, 3}: parameters; {r}: the rank's share of optimizer state
+
+The members of a set can serve one another, and each seals its part of what they share.
 """
 
 from __future__ import annotations
@@ -10,6 +16,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -23,6 +30,7 @@ CUT_ALIGNMENT_BYTES = 64
 _MAX_DIMS = 64
 _MAX_TENSORS = 1 << 24
 _MAX_BYTES = 1 << 62
+_MAX_RANK = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,18 +163,162 @@ class Layout:
         return Layout(specs)
 
     def to_bytes(self) -> bytes:
-        packed = msgpack.packb(self.to_wire(), unicode_errors="surrogatepass")
-        assert isinstance(packed, bytes)
-        return packed
+        return _packed(self.to_wire())
 
     @staticmethod
     def from_bytes(data: bytes) -> Layout:
         """Raises ProtocolError when `data` is not what `to_bytes` makes."""
-        try:
-            wire = msgpack.unpackb(data, unicode_errors="surrogatepass")
-        except (ValueError, TypeError, msgpack.UnpackException) as error:
-            raise ProtocolError(f"not a layout: {error or type(error).__name__}") from error
-        return Layout.from_wire(wire)
+        return Layout.from_wire(_unpacked(data))
+
+
+@dataclass(frozen=True)
+class ReplicaSet:
+    """Ranks that hold the very same bytes of the tensors in `layout`.
+
+    `ranks` are global and ascending, each once; (r,) means that the tensors are unique to rank r. `layout`
+    is equal on all members."""
+
+    ranks: tuple[int, ...]
+    layout: Layout
+
+    def __post_init__(self) -> None:
+        assert self.ranks == tuple(sorted(set(self.ranks))), f"members ascend, each once: {self.ranks}"
+        assert self.ranks, "a replica set has members"
+        assert self.ranks[0] >= 0, f"ranks are not negative: {self.ranks}"
+        assert len(self.layout), "a replica set has tensors"
+
+    def part(self, rank: int) -> list[Piece]:
+        """What member `rank` seals; together the members' parts are all bytes, each once. ValueError for a
+        rank that is no member."""
+        return list(self._parts[self.ranks.index(rank)])
+
+    @cached_property
+    def _parts(self) -> list[list[Piece]]:
+        return self.layout.split(len(self.ranks))
+
+    def __str__(self) -> str:
+        first = self.layout.specs[0]
+        more = f" and {len(self.layout) - 1} more" if len(self.layout) > 1 else ""
+        return f"{first}{more} {_held(self.ranks)}"
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """All tensors of one rank, by who else holds them.
+
+    `sets` ascend by their ranks, no two of the same ranks, each with `rank` among them; () for a rank without
+    tensors. `digest` is of everything but `rank` (the ranks of a DDP job have the same); `owned_bytes` is
+    what the rank seals, its parts of all sets."""
+
+    rank: int
+    sets: tuple[ReplicaSet, ...]
+    digest: str = field(init=False, compare=False)
+    total_bytes: int = field(init=False, compare=False)
+    owned_bytes: int = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        ranks = [one.ranks for one in self.sets]
+        assert ranks == sorted(set(ranks)), f"replica sets ascend, each once: {ranks}"
+        assert all(self.rank in one for one in ranks), f"rank {self.rank} is in each of its sets: {ranks}"
+        sets = _packed(self._sets_to_wire())
+        object.__setattr__(self, "digest", hashlib.blake2b(sets, digest_size=16).hexdigest())
+        object.__setattr__(self, "total_bytes", sum(one.layout.total_bytes for one in self.sets))
+        owned = sum(piece.size_bytes for one in self.sets for piece in one.part(self.rank))
+        object.__setattr__(self, "owned_bytes", owned)
+
+    @staticmethod
+    def same_everywhere(layout: Layout, rank: int, world_size: int) -> RankLayout:
+        """One replica set of all ranks (none if `layout` is empty)."""
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} is not below the world's size {world_size}")
+        return RankLayout(rank, (ReplicaSet(tuple(range(world_size)), layout),) if len(layout) else ())
+
+    def disagreement(self, other: RankLayout) -> str | None:
+        """What contradicts that the two are ranks of one job, in words: a replica set that one claims with the
+        other as a member, and the other does not, or with another layout. None when they are compatible."""
+        for mine, theirs in ((self, other), (other, self)):
+            claims = {one.ranks: one for one in theirs.sets}
+            for claimed in mine.sets:
+                if theirs.rank not in claimed.ranks:
+                    continue
+                found = claims.get(claimed.ranks)
+                if found is None:
+                    name = claimed.layout.specs[0].name
+                    return (
+                        f"rank {mine.rank} holds {claimed}; rank {theirs.rank} holds "
+                        f"{theirs._where(name) or f'no tensor {name!r}'}"
+                    )
+                whose = (f"rank {mine.rank}", f"rank {theirs.rank}")
+                difference = claimed.layout.difference(found.layout, whose)
+                if difference is not None:
+                    return f"of what is {_held(claimed.ranks)}, {difference}"
+        return None
+
+    def _where(self, name: str) -> str | None:
+        for one in self.sets:
+            for spec in one.layout:
+                if spec.name == name:
+                    return f"{spec} {_held(one.ranks)}"
+        return None
+
+    def _sets_to_wire(self) -> list[Any]:
+        return [[list(one.ranks), one.layout.to_wire()] for one in self.sets]
+
+    def to_bytes(self) -> bytes:
+        return self._bytes
+
+    @cached_property
+    def _bytes(self) -> bytes:
+        return _packed([self.rank, self._sets_to_wire()])
+
+    @staticmethod
+    def from_bytes(data: bytes) -> RankLayout:
+        """Raises ProtocolError when `data` is not what `to_bytes` makes."""
+        wire = _unpacked(data)
+        if type(wire) is not list or len(wire) != 2 or type(wire[1]) is not list:
+            raise ProtocolError("a rank's layout that is not (rank, replica sets)")
+        rank = wire[0]
+        sets = [_set_from_wire(item) for item in wire[1]]
+        ranks = [one.ranks for one in sets]
+        if type(rank) is not int or any(rank not in one for one in ranks):
+            raise ProtocolError(f"a layout of rank {rank!r} with replica sets of other ranks")
+        if ranks != sorted(set(ranks)):
+            raise ProtocolError(f"a layout of rank {rank} whose replica sets do not ascend")
+        if not 0 <= rank < _MAX_RANK:
+            raise ProtocolError(f"a layout of rank {rank}")
+        return RankLayout(rank, tuple(sets))
+
+
+def _held(ranks: tuple[int, ...]) -> str:
+    return f"alike on ranks {list(ranks)}" if len(ranks) > 1 else f"alone on rank {ranks[0]}"
+
+
+def _packed(wire: object) -> bytes:
+    packed = msgpack.packb(wire, unicode_errors="surrogatepass")
+    assert isinstance(packed, bytes)
+    return packed
+
+
+def _unpacked(data: bytes) -> object:
+    try:
+        wire: object = msgpack.unpackb(data, unicode_errors="surrogatepass")
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"not a layout: {error or type(error).__name__}") from error
+    return wire
+
+
+def _set_from_wire(item: object) -> ReplicaSet:
+    if type(item) is not list or len(item) != 2 or type(item[0]) is not list:
+        raise ProtocolError("a replica set that is not (ranks, layout)")
+    ranks = item[0]
+    if not ranks or any(type(rank) is not int or not 0 <= rank < _MAX_RANK for rank in ranks):
+        raise ProtocolError(f"a replica set of the ranks {ranks!r:.100}")
+    if ranks != sorted(set(ranks)):
+        raise ProtocolError(f"a replica set whose ranks do not ascend: {ranks!r:.100}")
+    layout = Layout.from_wire(item[1])
+    if not len(layout):
+        raise ProtocolError(f"a replica set of the ranks {ranks!r:.100} without tensors")
+    return ReplicaSet(tuple(ranks), layout)
 
 
 def _spec_from_wire(item: object) -> TensorSpec:
