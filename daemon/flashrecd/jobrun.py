@@ -17,9 +17,9 @@ from flashrec.protocol import messages as msg
 from flashrec.protocol.jobdir import JobDirectory
 from flashrec.protocol.spawn import ProcSpec
 from flashrec.protocol.tag import Tag, TagReader, tag_path
-from flashrec.state.private_slots import PrivateSlots
 from flashrec.state.export import discard_exports
 from flashrec.state.layout import Layout
+from flashrec.state.private_slots import PrivateSlots
 from flashrecd.core import events as ev
 from flashrecd.core.detection import HEARTBEATS
 from flashrecd.core.job import Core
@@ -352,7 +352,8 @@ class JobRun:
                 plan = action.plan
                 self._replaced = plan.replaced
                 self.recoveries.planned(plan.generation, plan.version, time.monotonic_ns())
-                resume = msg.ResumePlan(plan.generation, plan.version, plan.replaced, plan.sources["tensors"])
+                servers = plan.served[0][1] if plan.served else ()  # one set of all ranks, or nobody needs it
+                resume = msg.ResumePlan(plan.generation, plan.version, plan.replaced, servers)
                 for proc in action.procs:
                     self._to(proc, resume)
             case ev.Release():

@@ -298,10 +298,10 @@ class Effects:
     def _plan(self, action: ev.SendPlan) -> None:
         plan = action.plan
         invariants.at_plan(self.slots, plan)
+        sources = {rank for _, servers in plan.served for rank in servers}
         for rank, slot in enumerate(self.slots):
             self.slots[rank] = slot._replace(
-                is_source=plan.generation if rank in plan.sources.get("tensors", ()) else 0,
-                has_private=plan.generation if plan.sources.get(f"private/{rank}") else 0,
+                is_source=plan.generation if rank in sources else 0,
                 served=None,
             )
         self._send(action.procs, ph.Plan(plan.generation, plan.version, Somebody((0,) * len(plan.replaced))))

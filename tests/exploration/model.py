@@ -80,7 +80,6 @@ class Slot(NamedTuple):
     served: tuple[int, Content] | None = None  # export in shared memory: generation, content
     # What the newest plan says of this rank.
     is_source: int = 0  # generation for whose replaced ranks it is a source of tensors
-    has_private: int = 0  # generation whose plan names a source of its private state
 
 
 class Standby(NamedTuple):

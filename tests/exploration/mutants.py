@@ -54,15 +54,12 @@ def deaf_at_its_end() -> AbstractContextManager[object]:
     return _rule(ph.Phase.LEFT, ph.Latch, lambda state, event: (state, ()))
 
 
-def a_shard_is_forgotten() -> AbstractContextManager[object]:
-    return mock.patch.object(plan, "required_shards", return_value=("tensors",))
-
-
 def _all_who_voted(inventory: Inventory) -> dict[int, frozenset[int]]:
     everyone = all(s.can_advance for s in inventory.survivors.values())
     return {
         rank: frozenset({s.version, s.version + 1} if s.can_advance and everyone else {s.version})
         for rank, s in inventory.survivors.items()
+        if s.version is not None
     }
 
 
@@ -86,7 +83,8 @@ def back_to_the_oldest() -> AbstractContextManager[object]:
     """It never rolls forward: those that voted may be the only ones it asks."""
 
     def oldest(inventory: Inventory, found: Plan) -> Plan:
-        return replace(found, version=min(s.version for s in inventory.survivors.values()))
+        held = [s.version for s in inventory.survivors.values() if s.version is not None]
+        return replace(found, version=min(held, default=found.version))
 
     return _planner(oldest)
 
@@ -106,7 +104,6 @@ MUTANTS = (
         "no version was found",
         config=lambda config: config._replace(arena_slots=1),
     ),
-    Mutant("a plan forgets a shard", "private state None", a_shard_is_forgotten),
     Mutant(
         "rolling forward because all survivors voted",
         "which not every rank voted for",

@@ -123,8 +123,6 @@ def _wait(slot: Slot, proc: Proc, ctx: Context) -> tuple[Move, ...]:
         if ctx.parts.version != action.plan.version:
             raise Violation(f"{ctx.parts} is served, the plan says {action.plan.version}")
         mine = [c for c in slot.arena if c.version == action.plan.version]
-        if slot.has_private != action.plan.generation:
-            mine = []  # the plan named no source of it
         private = mine[0] if mine else None
         proc = rest._replace(tensors=ctx.parts, private=private)
         return (Move("Install", feed(slot._replace(proc=proc), ph.Installed()), lasting=True),)
@@ -140,7 +138,7 @@ def _wait(slot: Slot, proc: Proc, ctx: Context) -> tuple[Move, ...]:
         said = (*slot.outbox, ("formed", action.generation))
         # What only this recovery needed is forgotten, so that ranks with different pasts become alike.
         rest = rest._replace(state=replace(rest.state, rehearsed=False))
-        slot = slot._replace(proc=rest, outbox=said, served=None, is_source=0, has_private=0)
+        slot = slot._replace(proc=rest, outbox=said, served=None, is_source=0)
         formed = feed(slot, ph.Formed(action.generation))
         outcomes.append(Move(f"Formed {action.generation}", formed))
     if ctx.broken:

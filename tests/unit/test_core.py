@@ -204,7 +204,7 @@ def test_a_death_while_the_ranks_form_is_planned_again() -> None:
     assert job.only(ev.Launch, answer).generation == 3
     job.park(0, None)
     sent = job.only(ev.SendPlan, job.park(2, 3))
-    assert (sent.plan.generation, sent.plan.replaced, sent.plan.sources["tensors"]) == (3, (0, 1), (2,))
+    assert (sent.plan.generation, sent.plan.replaced, sent.plan.served) == (3, (0, 1), (((0, 1, 2), (2,)),))
 
 
 def test_a_replacement_that_installed_before_it_had_to_park_is_a_survivor() -> None:
@@ -213,7 +213,7 @@ def test_a_replacement_that_installed_before_it_had_to_park_is_a_survivor() -> N
     job.park(1, 3)
     job.die(1, 3)
     sent = job.only(ev.SendPlan, job.park(0, 3))
-    assert (sent.plan.version, sent.plan.replaced, sent.plan.sources["tensors"]) == (3, (1,), (0,))
+    assert (sent.plan.version, sent.plan.replaced, sent.plan.served) == (3, (1,), (((0, 1), (0,)),))
 
 
 def test_when_nobody_holds_state_any_more_the_job_says_so() -> None:

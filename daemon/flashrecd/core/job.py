@@ -326,9 +326,11 @@ class Core:
             for rank, m in enumerate(self.state.members)
             if m.status is RankStatus.PARKED
         }
-        sealed = {rank: m.sealed for rank, m in enumerate(self.state.members)}
+        private = {rank: m.sealed for rank, m in enumerate(self.state.members)}
         generation = self.state.generation + 1
-        plan, reason = plan_recovery(Inventory(self.config.world_size, survivors, sealed), generation)
+        size = self.config.world_size
+        inventory = Inventory(size, survivors, private, {}, (tuple(range(size)),))
+        plan, reason = plan_recovery(inventory, generation)
         if plan is None:
             self._finish(1, f"cannot recover: {reason}. {self.state.first_failure}")
             return

@@ -1,92 +1,150 @@
-"""Which version a job resumes at, and where every shard of it comes from: a pure function.
+"""Which version a job resumes at, and where all of its state comes from: a pure function.
 
-A version is possible when every shard has a source at it. A shard here is a name: the tensor state of a
-replica set ("tensors"), or one rank's private state ("private/3"). Later regimes only add shards and
-kinds of sources; the rule stays.
+State has two halves. Private state belongs to one rank: it has it in memory, or finds it in its private
+slots. Tensors belong to a *replica set*, the ranks that hold the very same bytes (in plain DDP one set of
+all ranks, in FSDP one set per rank): a member has them in memory, or takes them from another member's
+memory, or from the members' arenas, each of which holds its member's part. A version is possible when every
+rank has both halves of it; the job resumes at the greatest.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
+
+MAX_NAMED = 8  # ranks spelled out in a reason; the count says the rest
 
 
 @dataclass(frozen=True, slots=True)
 class Survivor:
-    """A live, parked rank: it holds `version`; with `can_advance` it can also become version + 1."""
+    """A live, parked rank. It holds `version` (None: it was torn in the middle of a step and holds none); with
+    `can_advance` it can also become version + 1."""
 
-    version: int
+    version: int | None
     can_advance: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """What is left after a failure. `sealed`: private-state versions in each rank's arena, which outlives it."""
+    """What is left after a failure. `private` and `sealed`: rank -> versions in its private slots and in its
+    arena, both of which outlive its process. `sets`: every replica set of the job, once."""
 
     world_size: int
     survivors: Mapping[int, Survivor]
+    private: Mapping[int, tuple[int, ...]]
     sealed: Mapping[int, tuple[int, ...]]
+    sets: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Resume at `version` in `generation`. `sources`: shard -> the ranks it is taken from, in order."""
+    """Resume at `version` in `generation`. `replaced`: the ranks that are not at it, and install it. `served`:
+    (replica set, its members that serve it from memory), for each set that arenas cannot give; a set that is
+    not there is read from its members' arenas where a replaced rank needs it."""
 
     generation: int
     version: int
     replaced: tuple[int, ...]
-    sources: Mapping[str, tuple[int, ...]]
+    served: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
 
-def required_shards(inventory: Inventory) -> tuple[str, ...]:
-    """Every shard that somebody needs: the replicated tensors, and each rank's private state."""
-    return ("tensors", *(f"private/{rank}" for rank in range(inventory.world_size)))
+class Sources(NamedTuple):
+    """Where a version comes from, and which ranks would be without a half of it."""
+
+    replaced: tuple[int, ...]
+    served: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    without_tensors: tuple[int, ...]
+    without_private: tuple[int, ...]
 
 
 def reachable_versions(inventory: Inventory) -> dict[int, frozenset[int]]:
     """For each survivor, the versions it can be at.
 
     A rank that voted may become version + 1 only if a survivor *saw* that gate pass, which shows as a
-    survivor that is past it. That all survivors voted is not enough: the dead may have voted no.
+    survivor that holds that version. That all survivors voted is not enough: the dead may have voted no.
     """
-    newest = max((s.version for s in inventory.survivors.values()), default=None)
+    held = {s.version for s in inventory.survivors.values()}
     return {
-        rank: frozenset(
-            {s.version, s.version + 1} if s.can_advance and newest == s.version + 1 else {s.version}
-        )
+        rank: frozenset()
+        if s.version is None
+        else frozenset({s.version, s.version + 1})
+        if s.can_advance and s.version + 1 in held
+        else frozenset({s.version})
         for rank, s in inventory.survivors.items()
     }
 
 
-def find_sources(inventory: Inventory, version: int) -> dict[str, tuple[int, ...]]:
-    """The sources of each required shard at `version`; an empty tuple where there is none."""
-    at = {rank for rank, versions in reachable_versions(inventory).items() if version in versions}
-    sources: dict[str, tuple[int, ...]] = {}
-    for shard in required_shards(inventory):
-        if shard == "tensors":
-            sources[shard] = tuple(sorted(at))
-            continue
-        rank = int(shard.removeprefix("private/"))
-        holds = rank in at if rank in inventory.survivors else version in inventory.sealed.get(rank, ())
-        sources[shard] = (rank,) if holds else ()
-    return sources
+def find_sources(inventory: Inventory, version: int, live: Iterable[int]) -> Sources:
+    """The sources of `version`, which the ranks in `live` are or can be at."""
+    live = frozenset(live)
+    in_arena = {rank for rank, versions in inventory.sealed.items() if version in versions}
+    replaced = tuple(rank for rank in range(inventory.world_size) if rank not in live)
+    served, without_tensors = [], set[int]()
+    for members in inventory.sets:
+        if live.issuperset(members) or in_arena.issuperset(members):
+            continue  # nobody needs it, or arenas give it, for which nobody has to make a copy
+        servers = tuple(rank for rank in members if rank in live)
+        if servers:
+            served.append((members, servers))
+        else:
+            without_tensors.update(members)
+    without_private = tuple(rank for rank in replaced if version not in inventory.private.get(rank, ()))
+    return Sources(replaced, tuple(served), tuple(sorted(without_tensors)), without_private)
 
 
 def plan_recovery(inventory: Inventory, generation: int) -> tuple[Plan | None, str]:
-    """The greatest version every shard of which has a source, and why; None, and what lacks a source."""
-    if not inventory.survivors:
-        return None, "no rank is left that holds the tensor state"
-    candidates = sorted({v for vs in reachable_versions(inventory).values() for v in vs}, reverse=True)
-    missing: list[str] = []
-    for version in candidates:
-        sources = find_sources(inventory, version)
-        without = [shard for shard, ranks in sources.items() if not ranks]
-        if without:
-            missing.append(f"version {version}: no source for {', '.join(without)}")
+    """The greatest version of which every rank has both halves, and why that one; or None, and what each
+    version lacked. Its cost grows with the ranks and the members of sets, not with their products."""
+    live_at: dict[int, list[int]] = {}
+    for rank, versions in sorted(reachable_versions(inventory).items()):
+        for version in versions:
+            live_at.setdefault(version, []).append(rank)
+    lacking: list[str] = []
+    for version in sorted(_candidates(inventory, live_at), reverse=True):
+        live = live_at.get(version, [])
+        sources = find_sources(inventory, version, live)
+        lack = _lack(sources)
+        if lack:
+            lacking.append(f"version {version}: no source for {lack}")
             continue
-        replaced = tuple(r for r in range(inventory.world_size) if r not in inventory.survivors)
-        held = {rank: s.version for rank, s in sorted(inventory.survivors.items())}
-        forward = [rank for rank, v in held.items() if v < version]
-        reason = f"version {version}: held by {[r for r in held if r not in forward]}"
-        if forward:
-            reason += f", {forward} voted and roll forward, since a survivor saw the gate pass"
-        return Plan(generation, version, replaced, sources), reason
-    return None, "; ".join(missing)
+        plan = Plan(generation, version, sources.replaced, sources.served)
+        return plan, "; ".join([_why(inventory, plan, live), *lacking])
+    return None, "; ".join(lacking) or "no rank is left that holds the tensor state, and no arena does"
+
+
+def _candidates(inventory: Inventory, live: Iterable[int]) -> set[int]:
+    """Versions that may be possible. Private state is sealed ahead of its version: where there are tensors, a
+    version that only it is of is none."""
+    kept = [inventory.sealed] if inventory.sets else [inventory.sealed, inventory.private]
+    return {*live, *(v for part in kept for versions in part.values() for v in versions)}
+
+
+def _why(inventory: Inventory, plan: Plan, live: list[int]) -> str:
+    forward = [rank for rank in live if inventory.survivors[rank].version != plan.version]
+    says = f"version {plan.version}: held by {_named(rank for rank in live if rank not in set(forward))}"
+    if forward:
+        says += f", {_named(forward)} voted and roll forward, since a survivor saw the gate pass"
+    if plan.replaced:
+        says += f", {_named(plan.replaced)} install it"
+        servers = sorted({rank for _, servers in plan.served for rank in servers})
+        if servers:
+            says += f" from the memory of {_named(servers)}"
+        elif inventory.sets:
+            says += " from arenas"
+    return says
+
+
+def _lack(sources: Sources) -> str:
+    halves = []
+    if sources.without_tensors:
+        halves.append(f"the tensors of ranks {_named(sources.without_tensors)}")
+    if sources.without_private:
+        halves.append(f"the private state of ranks {_named(sources.without_private)}")
+    return " and ".join(halves)
+
+
+def _named(ranks: Iterable[int]) -> str:
+    """ "[0, 1]": all that a reader can take in, whatever the size of the job."""
+    every = list(ranks)
+    shown = ", ".join(map(str, every[:MAX_NAMED]))
+    more = len(every) - MAX_NAMED
+    return f"[{shown} and {more} more]" if more > 0 else f"[{shown}]"
