@@ -10,196 +10,71 @@ Version `s` is the state at the Enter of step `s`. The life of a step, and of a 
                         | latched,               | Verdict(broken): my vote is out, I saw no result
                         | or refused             v
                         v                       HELD ---Plan(v = s+1)---> APPLYING   (roll forward)
-                    UNWINDING <--Plan(v = s)-----+
+                    UNWINDING <--Plan(v <= s)----+
                         |
-                        Exit--> IDLE --Enter, latched--> PARKED --Plan--> REFORMING --Formed--> IDLE
+                        Exit--> IDLE --Settle, latched--> PARKED --Plan--> REFORMING --Formed--> IDLE
 
 A latch (the first failed collective, or the daemon's abort) only raises a flag: the main thread runs on
 to the gate or to the end of the body and parks there, so that torch is never torn half-way. Parking is
 a promise: a parked rank never votes again in that generation, which ends the generation for good.
 
-    BUILDING   a replacement: it has no tensor state until a plan names its sources and it has installed them
+    BUILDING   it holds no version (a replacement, or a rank that was torn) until a plan says where one is
+    CLOSING    the last version is sealed, and every rank is to say so, before any may forget the one before
     LEFT       the script is at its end; the rank lingers, and can still serve, until all ranks are there
+
+Two regimes. *Live*: other ranks hold my tensors, and only my private state is sealed, in the gate, for the next
+version. *Sealed*: my tensors are copied to my arena from Enter on, and I vote when that version is sealed; so
+where a gate was passed, every arena holds its version, and a rank that is ahead can come back to it.
 """
 
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
+from flashrec.happenings import (
+    Abandon,
+    Action,
+    Applied,
+    Apply,
+    BeginSeal,
+    Close,
+    Commit,
+    DiscardAbove,
+    Enter,
+    Event,
+    Exit,
+    FinishSeal,
+    Form,
+    Formed,
+    GateReached,
+    Install,
+    Installed,
+    Latch,
+    Leave,
+    Linger,
+    NoteRedo,
+    Plan,
+    Protected,
+    PutBack,
+    Regime,
+    Rehearsed,
+    Released,
+    Report,
+    Seal,
+    Serve,
+    Settle,
+    Verdict,
+    Vote,
+)
 from flashrec.protocol.phase import Phase
 
-# --- what happens to a rank -----------------------------------------------------------------------
-
-
-class Protected(NamedTuple):
-    """protect() returned: version 0 exists."""
-
-
-class Enter(NamedTuple):
-    """The main thread wants to start a step, or to go on after parking."""
-
-
-class GateReached(NamedTuple):
-    """Gradients are complete; nothing was changed yet."""
-
-
-class Verdict(NamedTuple):
-    """The agreement ended. `passed` None: no result came (a peer is gone, or the groups were cut)."""
-
-    passed: bool | None
-
-
-class Applied(NamedTuple):
-    """The optimizer has run."""
-
-
-class Exit(NamedTuple):
-    """The body was left, normally or by unwinding."""
-
-
-class Latch(NamedTuple):
-    """Generation `generation` is over: an error in a collective, or the daemon's abort."""
-
-    generation: int
-
-
-class Plan(NamedTuple):
-    """Resume at `version` in `generation`; `replaced` ranks install what the others serve."""
-
-    generation: int
-    version: int
-    replaced: tuple[int, ...]
-
-
-class Rehearsed(NamedTuple):
-    """A replacement is built and rehearsed: it can install as soon as a plan names its sources."""
-
-
-class Installed(NamedTuple):
-    """A replacement holds every byte of the plan's version, verified and sealed."""
-
-
-class Formed(NamedTuple):
-    """The groups of `generation` connect every rank."""
-
-    generation: int
-
-
-class Leave(NamedTuple):
-    """The script is at its end."""
-
-
-class Released(NamedTuple):
-    """All ranks are at their end."""
-
-
-Event = (
-    Protected
-    | Enter
-    | GateReached
-    | Verdict
-    | Applied
-    | Exit
-    | Latch
-    | Plan
-    | Rehearsed
-    | Installed
-    | Formed
-    | Leave
-    | Released
-)
-
-# --- what the rank must do about it -----------------------------------------------------------------
-
-
-class NoteRedo(NamedTuple):
-    """Remember what a redo of this step must start from."""
-
-
-class Seal(NamedTuple):
-    """Seal private state as of now, as that of `version`."""
-
-    version: int
-
-
-class Vote(NamedTuple):
-    """Take part in the agreement."""
-
-
-class Apply(NamedTuple):
-    """Let the optimizer run."""
-
-
-class Abandon(NamedTuple):
-    """Unwind the body."""
-
-
-class Report(NamedTuple):
-    """Tell the daemon: parked in `generation`, holding `version` (None: nothing yet). `can_advance`: my
-    vote is out and my gradients are complete, so I can also become version + 1."""
-
-    generation: int
-    version: int | None
-    can_advance: bool
-
-
-class DiscardAbove(NamedTuple):
-    """Delete everything sealed above `version`: a redone step must not mix with its first attempt."""
-
-    version: int
-
-
-class PutBack(NamedTuple):
-    """Restore what NoteRedo remembered."""
-
-
-class Serve(NamedTuple):
-    """Give my part of the state to the plan's replaced ranks."""
-
-    plan: Plan
-
-
-class Install(NamedTuple):
-    """Pull the plan's version from those who serve it, verify it, seal its private state."""
-
-    plan: Plan
-
-
-class Form(NamedTuple):
-    """Connect the groups of `generation`."""
-
-    generation: int
-
-
-class Commit(NamedTuple):
-    """`version` is now held by this rank."""
-
-    version: int
-
-
-class Linger(NamedTuple):
-    """Tell the daemon that the script is at its end, and wait."""
-
-    generation: int
-    version: int
-
-
-Action = (
-    NoteRedo
-    | Seal
-    | Vote
-    | Apply
-    | Abandon
-    | Report
-    | DiscardAbove
-    | PutBack
-    | Serve
-    | Install
-    | Form
-    | Commit
-    | Linger
-)
+__all__ = [
+    "TABLE", "Abandon", "Action", "Applied", "Apply", "BeginSeal", "Close", "Commit", "DiscardAbove", "Enter",
+    "Event", "Exit", "FinishSeal", "Form", "Formed", "GateReached", "IllegalTransition", "Install", "Installed",
+    "Latch", "Leave", "Linger", "NoteRedo", "Phase", "Plan", "Protected", "PutBack", "Regime", "RankMachine", "RankState",
+    "Rehearsed", "Released", "Report", "Seal", "Serve", "Settle", "Verdict", "Vote", "transition",
+]  # fmt: skip
 
 
 class IllegalTransition(AssertionError):
@@ -208,7 +83,8 @@ class IllegalTransition(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """Everything the protocol knows about one rank's process. `version` None: a replacement with nothing yet."""
+    """Everything the protocol knows about one rank's process. `version` None: a replacement with nothing yet, or a
+    rank that was torn."""
 
     rank: int
     phase: Phase = Phase.STARTING
@@ -219,6 +95,9 @@ class RankState:
     dirty: bool = False  # the body ran and was abandoned: NoteRedo's memory must be put back
     rehearsed: bool = False
     leaving: bool = False
+    sealing: bool = False  # the job is in the sealed regime
+    communicates: bool = False  # a collective was seen between gate and exit
+    closed: bool = False  # every rank has said that the last version is sealed
 
 
 Outcome = tuple[RankState, tuple[Action, ...]]
@@ -233,31 +112,86 @@ def _protected(state: RankState, event: Protected) -> Outcome:
     return replace(state, phase=Phase.IDLE, version=0), (Seal(0),)
 
 
-def _enter(state: RankState, event: Enter | Leave) -> Outcome:
-    """One way into a step and to the end of the script: both first settle what a failure left behind."""
-    state = replace(state, leaving=isinstance(event, Leave))
-    if state.plan is not None:
+def _regime(state: RankState, event: Regime) -> Outcome:
+    return replace(state, sealing=event.sealing), ()
+
+
+def _settle(state: RankState, event: Settle | Enter | Leave | Close) -> Outcome:
+    if state.plan is not None and state.version is not None:
         return _reform(state)
+    if state.version is None:  # torn, perhaps after a plan had counted on me: that plan is over as well
+        state = replace(state, phase=Phase.BUILDING, latched=True, plan=None)
+        return state, (Report(state.generation, None, False),)
     if state.latched:
         return replace(state, phase=Phase.PARKED), (Report(state.generation, state.version, False),)
+    return state, ()
+
+
+def _unsettled(state: RankState) -> bool:
+    return state.latched or state.plan is not None or state.version is None
+
+
+def _enter(state: RankState, event: Enter) -> Outcome:
+    if not state.sealing:
+        if _unsettled(state):
+            return _settle(state, event)
+        return replace(state, phase=Phase.COMPUTING), (NoteRedo(),)
+    if state.plan is not None or state.version is None:
+        raise IllegalTransition(f"rank {state.rank} entered a step without having settled ({state})")
+    # A recovery may lead back to an earlier step, and the caller already has this one's batch. So with a failure
+    # known the body runs, is abandoned, and the recovery comes after it.
+    seal = () if state.latched else (BeginSeal(state.version),)
+    return replace(state, phase=Phase.COMPUTING), (NoteRedo(), *seal)
+
+
+def _close(state: RankState, event: Close | Leave) -> Outcome:
+    """The end of the loop, and of the script."""
+    state = replace(state, leaving=isinstance(event, Leave))
+    if _unsettled(state):
+        return _settle(state, event)
+    if state.sealing and not state.closed:
+        version = _held(state)
+        return replace(state, phase=Phase.CLOSING), (BeginSeal(version), FinishSeal(version), Vote())
+    return _closed(state)
+
+
+def _closed(state: RankState) -> Outcome:
+    if state.leaving and state.latched:  # the vote passed, and then a rank was lost
+        return _settle(state, Leave())
     if state.leaving:
         return replace(state, phase=Phase.LEFT), (Linger(state.generation, _held(state)),)
-    return replace(state, phase=Phase.COMPUTING), (NoteRedo(),)
+    return replace(state, phase=Phase.IDLE), ()
+
+
+def _close_verdict(state: RankState, event: Verdict) -> Outcome:
+    if event.passed:
+        return _closed(replace(state, closed=True))
+    state = replace(state, latched=True, phase=Phase.PARKED)
+    return state, (Report(state.generation, state.version, False),)
 
 
 def _gate(state: RankState, event: GateReached) -> Outcome:
     if state.latched:
         return replace(state, phase=Phase.UNWINDING), (Abandon(),)
-    return replace(state, phase=Phase.GATED), (Seal(_held(state) + 1), Vote())
+    version = _held(state)
+    finish = (FinishSeal(version),) if state.sealing else ()
+    return replace(state, phase=Phase.GATED), (*finish, Seal(version + 1), Vote())
 
 
 def _verdict(state: RankState, event: Verdict) -> Outcome:
     if event.passed:  # a result that arrived without error counts, whatever was latched meanwhile
-        return replace(state, phase=Phase.APPLYING), (Apply(),)
+        return replace(state, phase=Phase.APPLYING, sealing=state.sealing or event.sealing), (Apply(),)
     state = replace(state, latched=True)
     if event.passed is None:
-        return replace(state, phase=Phase.HELD), (Report(state.generation, state.version, True),)
+        return replace(state, phase=Phase.HELD), (
+            Report(state.generation, state.version, _can_advance(state)),
+        )
     return replace(state, phase=Phase.UNWINDING), (Abandon(),)
+
+
+def _can_advance(state: RankState) -> bool:
+    """Of a rank that is held: its gradients are complete. Where applying them needs the others, it cannot."""
+    return not state.communicates
 
 
 def _applied(state: RankState, event: Applied) -> Outcome:
@@ -265,8 +199,11 @@ def _applied(state: RankState, event: Applied) -> Outcome:
 
 
 def _exit_tail(state: RankState, event: Exit) -> Outcome:
+    state = replace(state, phase=Phase.IDLE, communicates=state.communicates or event.communicated)
+    if state.latched and event.communicated:
+        return replace(state, version=None, rehearsed=True), ()
     version = _held(state) + 1
-    return replace(state, phase=Phase.IDLE, version=version), (Commit(version),)
+    return replace(state, version=version), (Commit(version),)
 
 
 def _exit_unwound(state: RankState, event: Exit) -> Outcome:
@@ -298,7 +235,7 @@ def _latch_waiting(state: RankState, event: Latch) -> Outcome:
         return replace(state, phase=Phase.BUILDING), (Report(state.generation, None, False),)
     held = state.phase is Phase.HELD
     return replace(state, phase=state.phase if held else Phase.PARKED), (
-        Report(state.generation, state.version, held),
+        Report(state.generation, state.version, held and _can_advance(state)),
     )
 
 
@@ -306,9 +243,9 @@ def _plan_held(state: RankState, event: Plan) -> Outcome:
     if event.generation <= state.generation:
         return state, ()
     state = replace(state, generation=event.generation, plan=event)
-    if event.version == _held(state) + 1:
+    if event.version == _held(state) + 1 and _can_advance(state):
         return replace(state, phase=Phase.APPLYING), (Apply(),)
-    if event.version == state.version:
+    if event.version <= _held(state):
         return replace(state, phase=Phase.UNWINDING), (Abandon(),)
     raise IllegalTransition(f"{event} for rank {state.rank}, which holds {state.version} or the next")
 
@@ -316,7 +253,7 @@ def _plan_held(state: RankState, event: Plan) -> Outcome:
 def _plan_parked(state: RankState, event: Plan) -> Outcome:
     if event.generation <= state.generation:
         return state, ()
-    if event.version != state.version:
+    if event.version > _held(state):
         raise IllegalTransition(f"{event} for rank {state.rank}, which holds {state.version}")
     return _reform(replace(state, generation=event.generation, plan=event))
 
@@ -337,16 +274,19 @@ def _reform(state: RankState) -> Outcome:
     plan = state.plan
     assert plan is not None
     first: tuple[Action, ...]
-    if state.version is None:
-        first = (DiscardAbove(plan.version), Install(plan))
-    else:
-        if plan.version != state.version:
-            raise IllegalTransition(f"{plan} for rank {state.rank}, which holds {state.version}")
+    if state.version == plan.version:
         # What is served must be the version itself, so the redo's memory goes back first.
         put_back: tuple[Action, ...] = (PutBack(),) if state.dirty else ()
         serve: tuple[Action, ...] = (Serve(plan),) if plan.replaced else ()
         first = (*put_back, DiscardAbove(plan.version), *serve)
-    return replace(state, phase=Phase.REFORMING, latched=False, dirty=False), (*first, Form(plan.generation))
+    elif state.version is None or state.version > plan.version:
+        # From the first byte on it is a mixture, until all is there.
+        state = replace(state, version=None, rehearsed=True)
+        first = (DiscardAbove(plan.version), Install(plan))
+    else:
+        raise IllegalTransition(f"{plan} for rank {state.rank}, which holds {state.version}")
+    state = replace(state, phase=Phase.REFORMING, latched=False, dirty=False, sealing=plan.sealing)
+    return state, (*first, Form(plan.generation))
 
 
 def _installed(state: RankState, event: Installed) -> Outcome:
@@ -358,9 +298,9 @@ def _formed(state: RankState, event: Formed) -> Outcome:
     if event.generation != state.generation:
         raise IllegalTransition(f"rank {state.rank} formed {event.generation} in {state.generation}")
     state = replace(state, phase=Phase.IDLE, plan=None)
-    if state.leaving:
-        return replace(state, phase=Phase.LEFT), (Linger(state.generation, _held(state)),)
-    return state, ()
+    if state.closed:  # a replacement closes too, and needs every rank for that
+        return replace(state, phase=Phase.CLOSING), (Vote(),)
+    return _closed(state) if state.leaving and not state.sealing else (state, ())
 
 
 def _released(state: RankState, event: Released) -> Outcome:
@@ -380,8 +320,12 @@ _P = Phase
 # is given up: no Installed and no Formed may follow the Latch.
 TABLE: dict[tuple[Phase, type], Callable[[RankState, Any], Outcome]] = {
     (_P.STARTING, Protected): _protected,
+    (_P.IDLE, Regime): _regime,
+    (_P.IDLE, Settle): _settle,
     (_P.IDLE, Enter): _enter,
-    (_P.IDLE, Leave): _enter,
+    (_P.IDLE, Close): _close,
+    (_P.IDLE, Leave): _close,
+    (_P.CLOSING, Verdict): _close_verdict,
     (_P.COMPUTING, GateReached): _gate,
     (_P.COMPUTING, Exit): _exit_computing,
     (_P.GATED, Verdict): _verdict,
@@ -395,9 +339,15 @@ TABLE: dict[tuple[Phase, type], Callable[[RankState, Any], Outcome]] = {
     (_P.REFORMING, Installed): _installed,
     (_P.REFORMING, Formed): _formed,
     (_P.LEFT, Released): _released,
-    **{(p, Latch): _latch for p in (_P.IDLE, _P.COMPUTING, _P.GATED, _P.APPLYING, _P.TAIL, _P.UNWINDING)},
+    **{
+        (p, Latch): _latch
+        for p in (_P.IDLE, _P.COMPUTING, _P.GATED, _P.CLOSING, _P.APPLYING, _P.TAIL, _P.UNWINDING)
+    },
     **{(p, Latch): _latch_waiting for p in (_P.HELD, _P.PARKED, _P.REFORMING, _P.BUILDING, _P.LEFT)},
-    **{(p, Plan): _stale for p in (_P.IDLE, _P.COMPUTING, _P.GATED, _P.APPLYING, _P.TAIL, _P.UNWINDING)},
+    **{
+        (p, Plan): _stale
+        for p in (_P.IDLE, _P.COMPUTING, _P.GATED, _P.CLOSING, _P.APPLYING, _P.TAIL, _P.UNWINDING)
+    },
     **{(p, Plan): _stale for p in (_P.REFORMING, _P.LEFT, _P.GONE)},
     (_P.GONE, Latch): _stale,
 }

@@ -19,6 +19,7 @@ class Phase(IntEnum):
     BUILDING = 10
     LEFT = 11
     GONE = 12
+    CLOSING = 13
 
 
 IN_BODY = (Phase.COMPUTING, Phase.GATED, Phase.HELD, Phase.APPLYING, Phase.TAIL, Phase.UNWINDING)

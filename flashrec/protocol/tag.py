@@ -39,6 +39,7 @@ _PLACES = {
     Phase.GATED: "gate",
     Phase.APPLYING: "apply",
     Phase.TAIL: "tail",
+    Phase.CLOSING: "end",
     Phase.LEFT: "end",
     Phase.GONE: "end",
 }
