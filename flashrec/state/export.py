@@ -15,7 +15,9 @@ from flashrec.state.files import ASIDE, free_bytes, make_directory, no_space, re
 from flashrec.state.layout import Piece
 from flashrec.state.manifest import CHUNK_BYTES, EXPORT, ExportManifest
 
-_EXPORT_NAME = re.compile(rf"{re.escape(ASIDE)}?g(\d{{1,18}})\.r\d{{1,9}}(?:\.\d+\.\d+)?", re.ASCII)
+_EXPORT_NAME = re.compile(
+    rf"{re.escape(ASIDE)}?g(\d{{1,18}})\.r\d{{1,9}}\.\d{{1,9}}(?:\.\d+\.\d+)?", re.ASCII
+)
 
 
 class PieceReader(Protocol):

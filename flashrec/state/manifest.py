@@ -1,8 +1,11 @@
 """What one rank offers to others: pieces of its state in one file, with the checksum of every chunk. No
 torch.
 
-The file export/g<generation>.r<rank> is the concatenation of the pieces, in order. It is checked, sent and
-asked for in chunks of `chunk_bytes` of that stream (the last may be shorter), whatever pieces they cut.
+The pieces, one after another, are a stream of bytes in the file. It is checked, sent and asked for in chunks
+of `chunk_bytes` of that stream (the last may be shorter), whatever pieces they cut. There are two kinds:
+
+    export/g<generation>.r<rank>.<index>    made for a recovery, of a parked survivor's state; nothing else in it
+    arena/r<rank>.<number>                  sealed in each step (flashrec.state.arena); several streams in it
 """
 
 from __future__ import annotations
@@ -16,20 +19,26 @@ from flashrec.errors import IntegrityError, ProtocolError
 from flashrec.state.layout import Layout, Piece
 
 EXPORT = "export"
+ARENA = "arena"
 # Large enough that a message costs little beside its bytes, small enough to stay in a cache between being
 # copied and being checked.
 CHUNK_BYTES = 1 << 20
 MAX_CHUNK_BYTES = 4 << 20
 
 
-def export_path(directory: Path | str, generation: int, rank: int) -> Path:
-    """Where `rank` puts what it exports in `generation`, below the job's directory in shared memory."""
-    return Path(directory) / EXPORT / f"g{generation}.r{rank}"
+def export_path(directory: Path | str, generation: int, rank: int, index: int = 0) -> Path:
+    """Where `rank` puts the `index`-th thing it exports in `generation`, below the job's directory in shared
+    memory."""
+    return Path(directory) / EXPORT / f"g{generation}.r{rank}.{index}"
 
 
 @dataclass(frozen=True)
 class ExportManifest:
-    """`rank`'s export. `path` is absolute on its node; `checksums` has one xxh3_64 per chunk."""
+    """Pieces that `rank` offers. `path` is absolute on its node; `checksums` has one xxh3_64 per chunk; the
+    stream is the `size_bytes` from `offset` on, and the file may be longer.
+
+    `generation` is the one that wrote the bytes: an export's is that of the recovery it was made for, a sealed
+    version's may be any earlier one."""
 
     path: str
     rank: int
@@ -40,20 +49,31 @@ class ExportManifest:
     chunk_bytes: int
     checksums: tuple[int, ...]
     size_bytes: int
+    offset: int = 0
 
     @property
     def name(self) -> str:
         """The file's name at the shard server."""
-        return f"{EXPORT}/{Path(self.path).name}"
+        path = Path(self.path)
+        return f"{path.parent.name}/{path.name}"
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether it lies in an arena."""
+        return Path(self.path).parent.name == ARENA
 
     def chunk_range(self, chunk: int) -> tuple[int, int]:
         """(offset in the file, size in bytes) of a chunk."""
-        offset = chunk * self.chunk_bytes
-        return offset, min(self.chunk_bytes, self.size_bytes - offset)
+        start = chunk * self.chunk_bytes
+        return self.offset + start, min(self.chunk_bytes, self.size_bytes - start)
 
     def check(self, layout: Layout, version: int, generation: int) -> None:
-        """Raises IntegrityError when this does not offer `version` of `layout` in `generation`."""
-        if (self.version, self.generation) != (version, generation):
+        """Raises IntegrityError when this does not offer `version` of `layout` to `generation`.
+
+        What is sealed may be of any generation up to this one: whoever planned the recovery knows that it was
+        not lost since."""
+        fits = self.generation <= generation if self.is_sealed else self.generation == generation
+        if self.version != version or not fits:
             raise IntegrityError(
                 f"rank {self.rank} offers version {self.version} in generation {self.generation}, "
                 f"not version {version} in generation {generation}"
@@ -79,17 +99,19 @@ class ExportManifest:
             self.chunk_bytes,
             list(self.checksums),
             self.size_bytes,
+            self.offset,
         ]
 
     @staticmethod
     def from_wire(wire: object) -> ExportManifest:
         """Raises ProtocolError when `wire` is not what `to_wire` makes."""
-        if type(wire) is not list or len(wire) != 9:
-            raise ProtocolError("a manifest that is not a list of nine fields")
-        path, rank, version, generation, layout_digest, pieces_wire, chunk_bytes, checksums, size_bytes = wire
+        if type(wire) is not list or len(wire) != 10:
+            raise ProtocolError("a manifest that is not a list of ten fields")
+        path, rank, version, generation, layout_digest, pieces_wire, chunk_bytes, checksums = wire[:8]
+        size_bytes, offset = wire[8:]
         if type(path) is not str or not path.startswith("/") or type(layout_digest) is not str:
             raise ProtocolError("a manifest whose path or digest is not text")
-        numbers = (rank, version, generation, chunk_bytes, size_bytes)
+        numbers = (rank, version, generation, chunk_bytes, size_bytes, offset)
         if any(type(number) is not int or not 0 <= number < 1 << 62 for number in numbers):
             raise ProtocolError(f"a manifest with the numbers {numbers}")
         if type(pieces_wire) is not list or type(checksums) is not list:
@@ -102,7 +124,16 @@ class ExportManifest:
         if len(checksums) != -(-size_bytes // chunk_bytes):
             raise ProtocolError(f"a manifest with {len(checksums)} checksums for {size_bytes} bytes")
         return ExportManifest(
-            path, rank, version, generation, layout_digest, pieces, chunk_bytes, tuple(checksums), size_bytes
+            path,
+            rank,
+            version,
+            generation,
+            layout_digest,
+            pieces,
+            chunk_bytes,
+            tuple(checksums),
+            size_bytes,
+            offset,
         )
 
 

@@ -96,9 +96,10 @@ class Puller:
         self._max_threads = max_threads
         self._stall_s = stall_s
         self._lock = threading.Lock()
-        # What is in place already, by (version, generation, layout): so that a second call goes on.
-        self._progress_of: tuple[int, int, str] | None = None
-        self._progress: dict[_Shape, _Progress] = {}
+        # What is in place already of one (version, generation), by layout and shape: so that a second call for
+        # the same layout goes on, whichever others were pulled in between.
+        self._progress_of: tuple[int, int] | None = None
+        self._progress: dict[tuple[str, _Shape], _Progress] = {}
         self._bytes_by_source: dict[str, int] = {}
         self._refused: list[str] = []
 
@@ -113,15 +114,18 @@ class Puller:
         deadline_s: float,
     ) -> PullReport:
         """Fetch all `parts` of `version` into `writer`, which has been prepared for `layout`, within
-        `deadline_s` seconds. The parts must be the whole layout, each byte once.
+        `deadline_s` seconds. The parts must be the whole layout, each byte once. A rank with several replica
+        sets calls this for each, with that set's writer and layout.
+
+        `generation` is the one that is being formed: exports must be of it, sealed bytes may be older.
 
         Raises IntegrityError when they are not or no source is of this version, generation and layout;
         PullIncomplete when a part's sources are exhausted or the time is over; PullCancelled."""
         started = time.monotonic()
         deadline = started + deadline_s
         self._bytes_by_source, self._refused = {}, []
-        if self._progress_of != (version, generation, layout.digest):
-            self._progress_of, self._progress = (version, generation, layout.digest), {}
+        if self._progress_of != (version, generation):
+            self._progress_of, self._progress = (version, generation), {}
         usable = [self._usable(part, layout, version, generation) for part in parts]
         gap = layout.missing([piece for part in usable for piece in part[0].manifest.pieces])
         if gap is not None:
@@ -135,7 +139,7 @@ class Puller:
             threads = min(len(units), most)
             with ThreadPoolExecutor(threads, thread_name_prefix="flashrec-pull") as pool:
                 futures = [
-                    (number, pool.submit(self._pull_unit, writer, part, chunks, deadline))
+                    (number, pool.submit(self._pull_unit, writer, layout, part, chunks, deadline))
                     for number, part, chunks in units
                 ]
                 failed = {number for number, future in futures if not future.result()}
@@ -187,11 +191,13 @@ class Puller:
                 if chunks:
                     yield number, part, chunks
 
-    def _pull_unit(self, writer: PieceWriter, part: list[Source], chunks: range, deadline: float) -> bool:
+    def _pull_unit(
+        self, writer: PieceWriter, layout: Layout, part: list[Source], chunks: range, deadline: float
+    ) -> bool:
         """Whether all `chunks` are in place. Runs in a thread of the pool."""
         pieces, chunk_bytes = shape = _shape(part[0].manifest)
         with self._lock:
-            progress = self._progress.setdefault(shape, _Progress())
+            progress = self._progress.setdefault((layout.digest, shape), _Progress())
         target = _Target(writer, pieces, chunk_bytes)
         tried: set[int] = set()
         for _ in range(_ROUNDS):
@@ -295,17 +301,18 @@ def _shape(manifest: ExportManifest) -> _Shape:
 def _mapped(manifest: ExportManifest, todo: Sequence[int]) -> Generator[tuple[int, Bytes]]:
     """The chunks of a file on this node. Mapped, not read: on tmpfs a read goes at a third of the speed.
 
-    The file is never written or cut once it has its name (it may be unlinked), so no page of it can go
-    away."""
+    The file is never cut once it has its name (it may be unlinked), so no page of it can go away."""
     try:
         fd = os.open(manifest.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
         raise SourceFailed(f"cannot open {manifest.path}: {error.strerror}") from error
     try:
+        end = manifest.offset + manifest.size_bytes
         size_bytes = os.fstat(fd).st_size
-        if size_bytes != manifest.size_bytes:
-            raise SourceFailed(f"{manifest.path} has {size_bytes} bytes, not {manifest.size_bytes}")
-        mapping = mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ)
+        if size_bytes < end:
+            raise SourceFailed(f"{manifest.path} has {size_bytes} bytes, not {end}")
+        start = manifest.offset - manifest.offset % mmap.ALLOCATIONGRANULARITY
+        mapping = mmap.mmap(fd, end - start, prot=mmap.PROT_READ, offset=start)
     except OSError as error:
         raise SourceFailed(f"cannot map {manifest.path}: {error.strerror}") from error
     finally:
@@ -313,4 +320,4 @@ def _mapped(manifest: ExportManifest, todo: Sequence[int]) -> Generator[tuple[in
     data = np.frombuffer(mapping, np.uint8)
     for chunk in todo:
         offset, chunk_bytes = manifest.chunk_range(chunk)
-        yield chunk, data[offset : offset + chunk_bytes]
+        yield chunk, data[offset - start : offset - start + chunk_bytes]

@@ -25,7 +25,10 @@ MAX_HEADER_BYTES = 4096
 MAX_KEY_BYTES = 64
 
 # Only what is complete, and only what others may want: neither a dot-file nor a step up can be spelt.
-_NAME = re.compile(r"export/g\d{1,18}\.r\d{1,9}|private/r\d{1,9}\.v\d{1,18}\.g\d{1,18}", re.ASCII)
+_NAME = re.compile(
+    r"export/g\d{1,18}\.r\d{1,9}\.\d{1,9}|arena/r\d{1,9}\.\d{1,18}|private/r\d{1,9}\.v\d{1,18}\.g\d{1,18}",
+    re.ASCII,
+)
 _MAX_OFFSET = 1 << 62
 
 Status = Literal["ok", "refused", "gone"]

@@ -450,7 +450,7 @@ def test_source_failed_is_not_raised_for_an_answer(start: Callable[..., Server])
         ShardConnection(server.address, b"", lambda: False) as connection,
         pytest.raises(SourceFailed, match="gone"),
     ):
-        list(connection.fetch("export/g1.r1", {0: (0, 10)}, 10, time.monotonic() + 10))
+        list(connection.fetch("export/g1.r1.0", {0: (0, 10)}, 10, time.monotonic() + 10))
 
 
 FILL = """

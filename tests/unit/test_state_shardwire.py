@@ -30,9 +30,11 @@ KEY = b"secret key"
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    for folder in ("export", "private", "layout"):
+    for folder in ("export", "arena", "private", "layout"):
         (tmp_path / "job" / folder).mkdir(parents=True)
-    (tmp_path / "job" / "export" / "g2.r0").write_bytes(DATA)
+    (tmp_path / "job" / "export" / "g2.r0.0").write_bytes(DATA)
+    (tmp_path / "job" / "arena" / "r0.1").write_bytes(DATA * 2)
+    (tmp_path / "job" / "arena" / ".r0.1.77.0").write_bytes(b"being made")
     (tmp_path / "job" / "private" / "r0.v7.g2").write_bytes(DATA[::-1])
     (tmp_path / "job" / "private" / ".r0.v8.g2.1.1").write_bytes(b"being written")
     (tmp_path / "job" / "layout" / "r0").write_bytes(b"layout")
@@ -51,11 +53,20 @@ def get(
     return ask(files, pack_request(Get(5, name, offset, size_bytes), key))
 
 
-def test_ranges_of_both_kinds_of_file(root: Path) -> None:
+def test_ranges_of_every_kind_of_file(root: Path) -> None:
     files = ShardFiles(root)
-    assert get(files, "export/g2.r0", 3, 20) == (ReplyHeader(5, "ok", ""), DATA[3:23])
+    assert get(files, "export/g2.r0.0", 3, 20) == (ReplyHeader(5, "ok", ""), DATA[3:23])
     assert get(files, "private/r0.v7.g2", 0, len(DATA)) == (ReplyHeader(5, "ok", ""), DATA[::-1])
-    assert files.counters.sent_bytes == 20 + len(DATA)
+    assert get(files, "arena/r0.1", len(DATA), 100) == (ReplyHeader(5, "ok", ""), DATA[:100])
+    assert files.counters.sent_bytes == 20 + len(DATA) + 100
+
+
+def test_what_is_written_in_an_arena_is_seen_by_the_next_request(root: Path) -> None:
+    files = ShardFiles(root)
+    assert get(files, "arena/r0.1")[1] == DATA[:10]
+    with open(root / "arena" / "r0.1", "r+b") as file:
+        file.write(b"9876543210")
+    assert get(files, "arena/r0.1")[1] == b"9876543210"
 
 
 @pytest.mark.parametrize(
@@ -68,13 +79,17 @@ def test_ranges_of_both_kinds_of_file(root: Path) -> None:
         "layout/r0",
         "/etc/passwd",
         "export/",
-        "export/g2.r0/",
-        "export/g2.r0\0",
-        "export/g2.r0\n",
+        "export/g2.r0.0/",
+        "export/g2.r0.0\0",
+        "export/g2.r0.0\n",
         "private/.r0.v8.g2.1.1",
-        "export/g\u0662.r0",
+        "export/g\u0662.r0.0",
+        "export/g2.r0",
+        "arena/.r0.1.77.0",
+        "arena/r0",
+        "arena/r0.1/../../layout/r0",
         "",
-        "export//g2.r0",
+        "export//g2.r0.0",
     ],
 )
 def test_no_other_name_can_be_spelt(root: Path, name: str) -> None:
@@ -90,12 +105,12 @@ def test_no_other_name_can_be_spelt(root: Path, name: str) -> None:
     ("offset", "size_bytes"), [(-1, 5), (0, 0), (0, -1), (0, MAX_CHUNK_BYTES + 1), (1 << 63, 1)]
 )
 def test_ranges_that_are_none_are_refused(root: Path, offset: int, size_bytes: int) -> None:
-    assert get(ShardFiles(root), "export/g2.r0", offset, size_bytes)[0].status == "refused"
+    assert get(ShardFiles(root), "export/g2.r0.0", offset, size_bytes)[0].status == "refused"
 
 
 @pytest.mark.parametrize(
     ("name", "offset", "size_bytes"),
-    [("export/g9.r0", 0, 1), ("export/g2.r0", len(DATA) - 1, 2), ("export/g2.r0", 1 << 40, 1)],
+    [("export/g9.r0.0", 0, 1), ("export/g2.r0.0", len(DATA) - 1, 2), ("export/g2.r0.0", 1 << 40, 1)],
 )
 def test_what_is_not_there_is_gone(root: Path, name: str, offset: int, size_bytes: int) -> None:
     files = ShardFiles(root)
@@ -105,52 +120,52 @@ def test_what_is_not_there_is_gone(root: Path, name: str, offset: int, size_byte
 
 
 def test_links_pipes_and_directories_are_not_followed(root: Path) -> None:
-    (root / "export" / "g3.r0").symlink_to(root.parent / "secret")
-    (root / "export" / "g3.r1").mkdir()
-    os.mkfifo(root / "export" / "g3.r2")
+    (root / "export" / "g3.r0.0").symlink_to(root.parent / "secret")
+    (root / "export" / "g3.r1.0").mkdir()
+    os.mkfifo(root / "export" / "g3.r2.0")
     files = ShardFiles(root)
     for rank in range(3):
-        assert get(files, f"export/g3.r{rank}", 0, 1)[0].status == "gone"
+        assert get(files, f"export/g3.r{rank}.0", 0, 1)[0].status == "gone"
 
 
 def test_a_file_cut_or_replaced_since_is_looked_up_anew(root: Path) -> None:
     files = ShardFiles(root)
-    path = root / "export" / "g2.r0"
-    assert get(files, "export/g2.r0", 0, len(DATA))[1] == DATA
+    path = root / "export" / "g2.r0.0"
+    assert get(files, "export/g2.r0.0", 0, len(DATA))[1] == DATA
     os.truncate(path, 100)
-    assert get(files, "export/g2.r0", 0, len(DATA))[0].status == "gone"
+    assert get(files, "export/g2.r0.0", 0, len(DATA))[0].status == "gone"
     path.unlink()
-    assert get(files, "export/g2.r0")[0].status == "gone"
+    assert get(files, "export/g2.r0.0")[0].status == "gone"
     path.write_bytes(b"0123456789")
-    assert get(files, "export/g2.r0")[1] == b"0123456789"
+    assert get(files, "export/g2.r0.0")[1] == b"0123456789"
     path.write_bytes(b"")
-    assert get(files, "export/g2.r0")[0].status == "gone"
+    assert get(files, "export/g2.r0.0")[0].status == "gone"
 
 
 def test_mappings_are_bounded_and_forgotten(root: Path) -> None:
     files = ShardFiles(root)
     for rank in range(100):
-        (root / "export" / f"g5.r{rank}").write_bytes(DATA)
-        assert get(files, f"export/g5.r{rank}")[0].status == "ok"
+        (root / "export" / f"g5.r{rank}.0").write_bytes(DATA)
+        assert get(files, f"export/g5.r{rank}.0")[0].status == "ok"
     mapped = sum(str(root) in line for line in Path("/proc/self/maps").read_text().splitlines())
     assert 0 < mapped <= 40
     for rank in range(100):
-        (root / "export" / f"g5.r{rank}").unlink()
+        (root / "export" / f"g5.r{rank}.0").unlink()
     files.forget_removed()
     assert str(root / "export" / "g5.r") not in Path("/proc/self/maps").read_text()
 
 
 def test_the_key_is_asked_for(root: Path) -> None:
     files = ShardFiles(root, KEY)
-    assert get(files, "export/g2.r0")[0].status == "refused"
-    assert get(files, "export/g2.r0", key=b"secret kex")[0].status == "refused"
-    assert get(files, "export/g2.r0", key=KEY)[0].status == "ok"
+    assert get(files, "export/g2.r0.0")[0].status == "refused"
+    assert get(files, "export/g2.r0.0", key=b"secret kex")[0].status == "refused"
+    assert get(files, "export/g2.r0.0", key=KEY)[0].status == "ok"
     assert ask(files, pack_request(Stats(1), b""))[0].status == "refused"
 
 
 def test_counters_can_be_asked_for(root: Path) -> None:
     files = ShardFiles(root)
-    get(files, "export/g2.r0")
+    get(files, "export/g2.r0.0")
     get(files, "nothing")
     header, data = ask(files, pack_request(Stats(9), b""))
     assert header == ReplyHeader(9, "ok", "")
@@ -188,7 +203,7 @@ frames = st.one_of(
         st.one_of(
             st.integers(),
             st.none(),
-            st.sampled_from([b"", "get", "stats", "export/g2.r0", "../x", 0, 1, 4096, -1, 1.5]),
+            st.sampled_from([b"", "get", "stats", "export/g2.r0.0", "../x", 0, 1, 4096, -1, 1.5]),
         ).filter(lambda value: not isinstance(value, int) or abs(value) < 1 << 63),
         max_size=6,
     ).map(lambda rest: msgpack.packb([PROTOCOL, *rest])),
@@ -203,7 +218,7 @@ def test_whatever_is_sent_is_answered_and_harms_nothing(root: Path, sent: list[b
     reply = unpack_header(header)
     assert reply.status in ("ok", "refused", "gone")
     assert reply.status == "ok" or bytes(data) == b""
-    assert get(files, "export/g2.r0")[1] == DATA[:10]
+    assert get(files, "export/g2.r0.0")[1] == DATA[:10]
 
 
 @given(st.binary(max_size=60))
@@ -216,8 +231,8 @@ def test_garbage_is_no_request_and_no_header(frame: bytes) -> None:
 
 
 def test_round_trips_and_bounds() -> None:
-    assert unpack_request(pack_request(Get(1, "export/g1.r2", 3, 4), b"k")) == (
-        Get(1, "export/g1.r2", 3, 4),
+    assert unpack_request(pack_request(Get(1, "export/g1.r2.0", 3, 4), b"k")) == (
+        Get(1, "export/g1.r2.0", 3, 4),
         b"k",
     )
     assert unpack_request(pack_request(Stats(1), b"")) == (Stats(1), b"")

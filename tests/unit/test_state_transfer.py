@@ -142,15 +142,13 @@ def test_a_corrupt_byte_is_taken_from_the_next_source(tmp_path: Path) -> None:
     assert report.bytes_by_source["rank 3 in this node's memory"] == second[1].size_bytes - 9 * CHUNK
 
 
-@pytest.mark.parametrize("damage", ["truncated", "longer", "gone", "link", "directory"])
+@pytest.mark.parametrize("damage", ["truncated", "gone", "link", "directory"])
 def test_a_damaged_file_is_left_for_the_next_source(tmp_path: Path, damage: str) -> None:
     memory = Memory(LAYOUT, 1)
     first, second = exports(memory, tmp_path, 1), exports(memory, tmp_path, 1, first_rank=1)
     path = Path(first[0].path)
     if damage == "truncated":
         os.truncate(path, first[0].size_bytes - 1)
-    elif damage == "longer":
-        path.write_bytes(path.read_bytes() + b"x")
     else:
         path.unlink()
         if damage == "link":
@@ -171,6 +169,70 @@ def test_a_source_that_lies_about_its_checksums_cannot_mix_two_states(tmp_path: 
     target = Memory(LAYOUT, None)
     pull(Puller(max_threads=1), target, sources(lying, honest))
     assert target.data == memory.data
+
+
+@pytest.mark.parametrize("offset", [0, 1, 4096, 9 * 4096 + 100])
+def test_a_stream_somewhere_in_a_longer_file(tmp_path: Path, offset: int) -> None:
+    memory = Memory(LAYOUT, 1)
+    (plain,) = exports(memory, tmp_path, 1)
+    path = Path(plain.path)
+    path.write_bytes(b"x" * offset + path.read_bytes() + b"y" * 100)
+    manifest = dataclasses.replace(plain, offset=offset)
+    target = Memory(LAYOUT, None)
+    assert pull(Puller(), target, sources([ExportManifest.from_wire(manifest.to_wire())])).refused == ()
+    assert target.data == memory.data
+    assert manifest.chunk_range(1) == (offset + CHUNK, CHUNK)
+    os.truncate(path, offset + plain.size_bytes - 1)
+    with pytest.raises(PullIncomplete, match=f"not {offset + plain.size_bytes}"):
+        pull(Puller(), Memory(LAYOUT, None), sources([manifest]))
+
+
+def test_several_exports_of_one_rank(tmp_path: Path) -> None:
+    """One for each replica set: none takes the place of another, and a second pull of one goes on though the
+    other was pulled in between."""
+    layouts = [layout_of([70_000]), layout_of([10, 60_000])]
+    memories = [Memory(layout, seed) for seed, layout in enumerate(layouts)]
+    manifests = [
+        export(
+            memory,
+            layout.split(1)[0],
+            export_path(tmp_path, 2, 0, index),
+            rank=0,
+            version=7,
+            generation=2,
+            layout_digest=layout.digest,
+            chunk_bytes=CHUNK,
+        )
+        for index, (memory, layout) in enumerate(zip(memories, layouts, strict=True))
+    ]
+    assert [manifest.name for manifest in manifests] == ["export/g2.r0.0", "export/g2.r0.1"]
+    puller, targets = Puller(), [Memory(layout, None) for layout in layouts]
+    for _ in range(2):
+        reports = [
+            pull(puller, target, sources([manifest]), layout)
+            for target, manifest, layout in zip(targets, manifests, layouts, strict=True)
+        ]
+    assert [target.data for target in targets] == [memory.data for memory in memories]
+    assert [sum(report.bytes_by_source.values()) for report in reports] == [0, 0], "all was in place"
+
+
+def test_what_is_sealed_may_be_older_than_the_recovery_but_not_newer(tmp_path: Path) -> None:
+    memory = Memory(LAYOUT, 1)
+    parts = exports(memory, tmp_path, 2)
+    (tmp_path / "arena").mkdir()
+    for generation, fits in ((0, True), (2, True), (3, False)):
+        path = tmp_path / "arena" / f"r0.{generation}"
+        path.write_bytes(Path(parts[0].path).read_bytes())
+        sealed = dataclasses.replace(parts[0], path=str(path), generation=generation)
+        assert sealed.is_sealed
+        assert not parts[1].is_sealed
+        target = Memory(LAYOUT, None)
+        if fits:
+            pull(Puller(), target, sources([sealed, parts[1]]))
+            assert target.data == memory.data
+        else:
+            with pytest.raises(IntegrityError, match="generation 3"):
+                pull(Puller(), target, sources([sealed, parts[1]]))
 
 
 def test_no_good_source_is_said_and_another_call_goes_on(tmp_path: Path) -> None:
@@ -308,10 +370,10 @@ def test_exports_of_older_generations_are_discarded(tmp_path: Path) -> None:
     assert discard_exports(tmp_path, 9) == 0
     for generation in (1, 2, 10):
         exports(Memory(LAYOUT, 1), tmp_path, 2, generation=generation)
-    (tmp_path / "export" / ".g1.r5.123.0").write_bytes(b"torso")
+    (tmp_path / "export" / ".g1.r5.0.123.0").write_bytes(b"torso")
     (tmp_path / "export" / "notes").write_bytes(b"x")
     assert discard_exports(tmp_path, 10) == 5
-    assert sorted(path.name for path in (tmp_path / "export").iterdir()) == ["g10.r0", "g10.r1", "notes"]
+    assert sorted(path.name for path in (tmp_path / "export").iterdir()) == ["g10.r0.0", "g10.r1.0", "notes"]
 
 
 @given(
@@ -341,6 +403,8 @@ def test_malformed_manifests_are_refused(wire: object) -> None:
         (7, []),
         (7, [-1] * 86),
         (8, 0),
+        (9, -1),
+        (9, None),
     ],
 )
 def test_a_manifest_with_one_wrong_field_is_refused(tmp_path: Path, index: int, value: object) -> None:
