@@ -6,10 +6,19 @@ module must differ from a fresh interpreter in nothing but the time it took.
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 import torch.distributed
+import torch.distributed.fsdp
+import torch.distributed.pipelining
+import torch.distributed.tensor.parallel
 import torch.nn.parallel
 import torch.utils.data
+
+with warnings.catch_warnings():  # it uses what torch itself calls deprecated
+    warnings.simplefilter("ignore", DeprecationWarning)
+    import torch.distributed.optim
 
 # The first optimizer of a process imports torch's compiler, which takes half as long as torch itself.
 # Building one is the public way to have that behind us.

@@ -3,7 +3,9 @@
     <out>/log.r<rank>.jsonl     one line per committed step: {"step", "loss", "ms", "ended_ns", "attempt"}
     <out>/outcome.r<rank>.json  losses and digests, written once, whole
 
-Losses are written as hex floats and tensors as sha256 digests, so that "equal" means every bit.
+Losses are written as hex floats and tensors as sha256 digests, so that "equal" means every bit. A rank that
+has a part of a tensor gives the digest of that part; one that never has the loss (of a pipeline's stages only
+the last does) leaves it out.
 """
 
 import hashlib
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 
 class LossHistory:
@@ -49,13 +52,15 @@ class StepLog:
         self._file = os.open(out / f"log.r{rank}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self.step_ms: dict[int, float] = {}
 
-    def committed(self, step: int, loss: float, elapsed_ms: float, attempt: int = 0) -> None:
+    def committed(
+        self, step: int, loss: torch.Tensor | float | None, elapsed_ms: float, attempt: int = 0
+    ) -> None:
         """`elapsed_ms` is the wall time from the end of the step before to the end of this one. The line's
         `ended_ns` is the end on the clock that all of a machine's processes share, `time.monotonic_ns()`."""
         self.step_ms[step] = elapsed_ms
         line = {
             "step": step,
-            "loss": loss.hex(),
+            "loss": None if loss is None else float(loss).hex(),
             "ms": round(elapsed_ms, 3),
             "ended_ns": time.monotonic_ns(),
             "attempt": attempt,
@@ -69,22 +74,27 @@ class StepLog:
 def named_tensors(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, buffers and all of the optimizer's tensors, each under a name of its own."""
+    """Parameters, buffers and all of the optimizer's tensors that are on this rank, each under its own name."""
     names: dict[torch.Tensor, str] = {}
     for name, parameter in model.named_parameters():
         names[parameter] = name
         yield f"model.{name}", parameter
     for name, buffer in model.named_buffers():
         yield f"model.{name}", buffer
-    for owner, state in optimizer.state.items():
+    # ZeRO keeps a rank's part of the state in an optimizer inside.
+    inner: torch.optim.Optimizer = getattr(optimizer, "optim", optimizer)
+    for owner, state in inner.state.items():
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
                 yield f"optimizer.{names[owner]}.{key}", value
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """sha256 of type, shape and bytes, as any program could compute it from the raw numbers."""
-    array = tensor.detach().cpu().contiguous().numpy()
+    """sha256 of type, shape and bytes, as any program could compute it from the raw numbers.
+
+    Of a DTensor those of its part on this rank."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    array = local.detach().cpu().contiguous().numpy()
     header = f"{array.dtype.str}{list(array.shape)}".encode()
     return hashlib.sha256(header + array.tobytes()).hexdigest()
 
@@ -110,6 +120,7 @@ def write_outcome(
         "corpus_sha256": corpus_sha256,
         "losses": history.as_hex(),
         "tensors": {name: tensor_digest(tensor) for name, tensor in named_tensors(model, optimizer)},
+        "random": tensor_digest(torch.get_rng_state()),
         "step_ms": log.step_ms,
     }
     out.mkdir(parents=True, exist_ok=True)

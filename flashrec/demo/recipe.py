@@ -1,13 +1,15 @@
-"""What both programs of the demo train: same options, same model, same data, same optimizer.
+"""What both programs of the demo train: same options, same model, same data, same schedule.
 
-`train.py` runs it under flashrec, `reference.py` in plain torch; they differ in their loops alone.
+`train.py` runs it under flashrec, `reference.py` in plain torch; they differ in their loops alone. How the
+model is spread over the ranks is in `parallelism.py`.
 """
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -21,6 +23,9 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 Loader = DataLoader[Batch]
 
 STANDBY_DEPTHS = ("built", "forked")
+PARALLEL = ("ddp", "zero", "fsdp", "hsdp", "tp", "pp", "tp+fsdp", "pp+fsdp")
+ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
+SCHEDULES = ("1f1b", "interleaved", "gpipe")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +48,32 @@ class Options:
     quiet: bool
     standby: str
     """How far a standby goes on its own (`train.py` only)."""
+    parallel: str = "ddp"
+    schedule: str = "1f1b"
+    """Of a pipeline."""
+    mixed_precision: bool = False
+    frozen: bool = False
+    uneven: bool = False
+    tied: bool = True
+    moe: bool = False
+
+    @property
+    def pipelined(self) -> bool:
+        return self.parallel in ("pp", "pp+fsdp")
+
+    @property
+    def tensor_parallel(self) -> bool:
+        return self.parallel in ("tp", "tp+fsdp")
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each rank holds a part of every parameter it works with."""
+        return self.parallel.endswith(("fsdp", "hsdp"))
+
+
+def ranks_per_batch(parallel: str, world_size: int) -> int:
+    """How many neighbouring ranks work on one batch; the others of their kind have batches of their own."""
+    return {"tp": world_size, "pp": world_size, "tp+fsdp": 2, "pp+fsdp": 2}.get(parallel, 1)
 
 
 def parse_options(description: str | None, *, with_standby: bool = False) -> Options:
@@ -60,13 +91,32 @@ def parse_options(description: str | None, *, with_standby: bool = False) -> Opt
     parser.add_argument("--epoch-steps", type=_positive, default=40, help="steps per epoch")
     parser.add_argument("--workers", type=int, default=1, help="loader worker processes per rank")
     parser.add_argument("--quiet", action="store_true", help="print no losses")
+    parser.add_argument("--parallel", choices=PARALLEL, default="ddp", help="how ranks share the work")
+    parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="of a pipeline")
+    parser.add_argument("--mixed-precision", action="store_true", help="compute in bfloat16")
+    parser.add_argument("--frozen", action="store_true", help="do not train embeddings and first attention")
+    parser.add_argument("--uneven", action="store_true", help="sizes that do not divide among ranks")
+    parser.add_argument(
+        "--tied",
+        action=argparse.BooleanOptionalAction,
+        help="embedding and head are one tensor (default: where no pipeline is between them)",
+    )
+    parser.add_argument("--moe", action="store_true", help="experts in every second block")
     if with_standby:
-        parser.add_argument("--standby", choices=STANDBY_DEPTHS, default="built")
+        parser.add_argument("--standby", choices=STANDBY_DEPTHS, help="default: built if ranks are alike")
     else:
         parser.set_defaults(standby="forked")
-    options = Options(**vars(parser.parse_args()))
+    given = vars(parser.parse_args())
+    if given["tied"] is None:
+        given["tied"] = not given["parallel"].startswith("pp")
+    if given["standby"] is None:
+        given["standby"] = "built" if given["parallel"] == "ddp" else "forked"
+    options = Options(**given)
     if options.width % 32:
         parser.error(f"--width {options.width} is not a multiple of 32")
+    if options.standby == "built" and options.parallel != "ddp":
+        # A mesh, a stage, a shard: what is built follows from the rank, which a built standby does not know.
+        parser.error(f"--standby built is not possible with --parallel {options.parallel}")
     return options
 
 
@@ -85,18 +135,31 @@ def build_model(options: Options) -> gpt.GPT:
     torch.set_num_threads(1)
     torch.manual_seed(options.seed)
     config = gpt.GPTConfig(
-        vocab_size=text.VOCAB_SIZE,
+        vocab_size=text.VOCAB_SIZE + options.uneven,
         context=options.context,
         width=options.width,
         num_layers=options.layers,
-        num_heads=options.width // 32,
+        num_heads=4 if options.tensor_parallel else options.width // 32,
+        hidden=4 * options.width + 1 if options.uneven else 0,
+        tied=options.tied,
+        heads_first=options.tensor_parallel,
+        num_experts=8 if options.moe else 0,
+        # Ranks reduce a parameter's gradient together, so under FSDP each of them must have one.
+        use_all_experts=options.sharded,
+        temperature=options.uneven,  # one number: all but one of the ranks have an empty part of it
+        bfloat16=options.mixed_precision and not options.sharded,
     )
-    return gpt.GPT(config)
+    model = gpt.GPT(config)
+    if options.frozen:
+        for name, parameter in model.named_parameters():
+            if name.startswith(("characters", "positions", "blocks.0.query_key_value", "blocks.0.attention")):
+                parameter.requires_grad_(False)
+    return model
 
 
-def build_optimizer(model: torch.nn.Module) -> torch.optim.AdamW:
+def build_optimizer(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.AdamW:
     """AdamW with the usual settings for a small GPT."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    return torch.optim.AdamW(parameters, **ADAMW)
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, options: Options) -> LambdaLR:
@@ -116,21 +179,31 @@ def loader_factory(options: Options, corpus: torch.Tensor) -> Callable[[int, int
     """A function (rank, world size) -> the rank's loader, which seeds the process for that rank.
 
     Nothing before its call depends on the rank, so a standby can have built everything else already.
+    Ranks that work on one batch have the same loader and the same seed: each reads the batch for itself.
     """
 
     def loader_of(rank: int, world_size: int) -> Loader:
-        torch.manual_seed(options.seed + rank)
+        sharing = ranks_per_batch(options.parallel, world_size)
+        replica = rank // sharing
+        torch.manual_seed(options.seed + replica)
         windows = text.Windows(
             corpus,
             num_windows=options.epoch_steps * options.batch * world_size,
             context=options.context,
+            # Stages draw different numbers of random numbers, and must read the same text all the same.
+            seed=options.seed if sharing > 1 else None,
         )
         sampler: DistributedSampler[Batch] = DistributedSampler(
-            windows, num_replicas=world_size, rank=rank, shuffle=True, seed=options.seed, drop_last=True
+            windows,
+            num_replicas=world_size // sharing,
+            rank=replica,
+            shuffle=True,
+            seed=options.seed,
+            drop_last=True,
         )
         return DataLoader(
             windows,
-            batch_size=options.batch,
+            batch_size=options.batch * sharing,
             sampler=sampler,
             num_workers=options.workers,
             persistent_workers=False,

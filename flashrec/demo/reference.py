@@ -1,6 +1,6 @@
 """The training of train.py in plain torch: what it must equal, bit for bit.
 
-    torchrun --nproc-per-node 4 reference.py --steps 100 --out /tmp/reference
+    torchrun --nproc-per-node 4 reference.py --steps 100 --out /tmp/reference --parallel fsdp
 
 Nothing of flashrec is imported here.
 """
@@ -9,15 +9,13 @@ import sys
 import time
 from collections.abc import Iterator
 
-import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data.distributed import DistributedSampler
 
 import outcome
+import parallelism
 import recipe
 import text
-from gpt import loss_of
 
 
 def batches(loader: recipe.Loader, total: int) -> Iterator[recipe.Batch]:
@@ -39,8 +37,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     corpus = text.load_corpus()
-    model = DistributedDataParallel(recipe.build_model(options))
-    optimizer = recipe.build_optimizer(model)
+    training = parallelism.build(options)
+    optimizer = training.optimizer
     scheduler = recipe.build_scheduler(optimizer, options)
     history = outcome.LossHistory()
     log = outcome.StepLog(options.out, rank)
@@ -48,17 +46,17 @@ def main() -> None:
     last = time.perf_counter()
     loader = recipe.loader_factory(options, corpus)(rank, world_size)
     for index, (inputs, targets) in enumerate(batches(loader, options.steps)):
-        loss = loss_of(model(inputs), targets)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        history.record(index, loss.item())
+        loss = training.forward_backward(inputs, targets)
+        training.clip_gradients(1.0)
+        if loss is not None:
+            history.record(index, loss.item())
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
         now = time.perf_counter()
-        log.committed(index, loss.item(), 1000 * (now - last))
+        log.committed(index, loss, 1000 * (now - last))
         last = now
-        if rank == 0 and not options.quiet:
+        if loss is not None and rank in (0, world_size - 1) and not options.quiet:
             print(f"step {index:4d}  loss {loss.item():.4f}", flush=True)
 
     outcome.write_outcome(
@@ -66,7 +64,7 @@ def main() -> None:
         rank=rank,
         world_size=world_size,
         corpus_sha256=text.corpus_digest(corpus),
-        model=model.module,
+        model=training.plain,
         optimizer=optimizer,
         history=history,
         log=log,

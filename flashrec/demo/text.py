@@ -67,13 +67,22 @@ class Windows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
     The randomness comes from torch's global generator in whichever process reads: with loader workers
     that is the worker's, seeded from its rank's. So what a rank sees depends on its own RNG state, which
-    is what makes this hard to bring back after a failure.
+    is what makes this hard to bring back after a failure. With a `seed` a window is always moved and damaged
+    in the same way: what ranks need that must all read the same.
 
     An item is (inputs, targets), each of shape (context,) and type int64; targets are the inputs one
     character on, undamaged.
     """
 
-    def __init__(self, corpus: torch.Tensor, *, num_windows: int, context: int, noise: float = 0.05) -> None:
+    def __init__(
+        self,
+        corpus: torch.Tensor,
+        *,
+        num_windows: int,
+        context: int,
+        noise: float = 0.05,
+        seed: int | None = None,
+    ) -> None:
         self._stride = (len(corpus) - context - 1) // num_windows
         if self._stride < 1:
             raise ValueError(
@@ -83,6 +92,7 @@ class Windows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         self._num_windows = num_windows
         self._context = context
         self._noise = noise
+        self._seed = seed
 
     def __len__(self) -> int:
         return self._num_windows
@@ -90,8 +100,12 @@ class Windows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         if not 0 <= index < self._num_windows:
             raise IndexError(f"window {index} of {self._num_windows}")
-        start = index * self._stride + int(torch.randint(self._stride, ()))
+        generator = None
+        if self._seed is not None:
+            generator = torch.Generator().manual_seed(self._seed * self._num_windows + index)
+        start = index * self._stride + int(torch.randint(self._stride, (), generator=generator))
         window = self._corpus[start : start + self._context + 1].long()
         inputs, targets = window[:-1], window[1:]
-        damaged = torch.rand(self._context) < self._noise
-        return torch.where(damaged, torch.randint(VOCAB_SIZE, (self._context,)), inputs), targets
+        damaged = torch.rand(self._context, generator=generator) < self._noise
+        noise = torch.randint(VOCAB_SIZE, (self._context,), generator=generator)
+        return torch.where(damaged, noise, inputs), targets

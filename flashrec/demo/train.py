@@ -1,51 +1,49 @@
 """Train a small GPT on the standard library's source files, under flashrec.
 
-    flashrec run --nproc-per-node 4 --standby 1 train.py --steps 100 --out /tmp/with-faults
+    flashrec run --nproc-per-node 4 --standby 1 train.py --steps 100 --out /tmp/with-faults --parallel fsdp
 
-Kill any rank while it runs: the outcome equals, bit for bit, that of reference.py.
+Kill any rank while it runs: the outcome equals, bit for bit, that of reference.py. Whatever the parallelism
+(parallelism.py), flashrec is asked for the same few things.
 """
 
 import time
 
-import torch
-from torch.nn.parallel import DistributedDataParallel
-
 import flashrec
 import outcome
+import parallelism
 import recipe
 import text
-from gpt import loss_of
 
 
 def main() -> None:
     options = recipe.parse_options(__doc__, with_standby=True)
     flashrec.init(standby=options.standby)
     corpus = text.load_corpus()
-    model = DistributedDataParallel(recipe.build_model(options))
-    optimizer = recipe.build_optimizer(model)
+    training = parallelism.build(options)
+    optimizer = training.optimizer
     scheduler = recipe.build_scheduler(optimizer, options)
     history = outcome.LossHistory()
-    flashrec.protect(model=model, optimizer=optimizer, scheduler=scheduler, private=history)
+    flashrec.protect(model=training.model, optimizer=optimizer, scheduler=scheduler, private=history)
 
     log: outcome.StepLog | None = None
     last = time.perf_counter()
     for step in flashrec.steps(recipe.loader_factory(options, corpus), total=options.steps):
         with step:
             inputs, targets = step.batch
-            loss = loss_of(model(inputs), targets)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            history.record(step.index, loss.item())
-            flashrec.report_loss(loss.item())
+            loss = training.forward_backward(inputs, targets)
+            training.clip_gradients(1.0)
+            if loss is not None:  # in a pipeline the last stage has it
+                history.record(step.index, loss.item())
+                flashrec.report_loss(loss.item())
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
         if step.committed:
             now = time.perf_counter()
             log = log or outcome.StepLog(options.out, flashrec.rank())
-            log.committed(step.index, loss.item(), 1000 * (now - last), step.attempt)
+            log.committed(step.index, loss, 1000 * (now - last), step.attempt)
             last = now
-            if flashrec.rank() == 0 and not options.quiet:
+            if loss is not None and flashrec.rank() in (0, flashrec.world_size() - 1) and not options.quiet:
                 print(f"step {step.index:4d}  loss {loss.item():.4f}", flush=True)
 
     log = log or outcome.StepLog(options.out, flashrec.rank())
@@ -54,7 +52,7 @@ def main() -> None:
         rank=flashrec.rank(),
         world_size=flashrec.world_size(),
         corpus_sha256=text.corpus_digest(corpus),
-        model=model.module,
+        model=training.plain,
         optimizer=optimizer,
         history=history,
         log=log,

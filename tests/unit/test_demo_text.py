@@ -97,3 +97,13 @@ def test_first_and_last_window_stay_inside() -> None:
 def test_more_windows_than_text_are_refused(corpus: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="do not fit into 100000 characters"):
         text.Windows(corpus, num_windows=200_000, context=32)
+
+
+def test_with_a_seed_a_window_is_the_same_whatever_was_drawn_before(corpus: torch.Tensor) -> None:
+    windows = text.Windows(corpus, num_windows=5, context=64, seed=3)
+    other = text.Windows(corpus, num_windows=5, context=64, seed=4)
+    first = windows[2]
+    before = torch.get_rng_state()
+    assert all(torch.equal(a, b) for a, b in zip(windows[2], first, strict=True))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(other[2][0], first[0])

@@ -13,6 +13,7 @@ import torch
 
 import gpt
 import outcome
+import parallelism
 import recipe
 import text
 
@@ -75,7 +76,7 @@ def test_width_must_divide_among_heads() -> None:
 
 def test_a_few_steps_lower_the_loss(small) -> None:
     model = recipe.build_model(small)
-    optimizer = recipe.build_optimizer(model)
+    optimizer = recipe.build_optimizer(model.parameters())
     codes = torch.randint(model.config.vocab_size, (4, 16))
     losses = []
     for _ in range(20):
@@ -88,7 +89,7 @@ def test_a_few_steps_lower_the_loss(small) -> None:
 
 
 def test_learning_rate_warms_up_and_decays(options) -> None:
-    optimizer = recipe.build_optimizer(torch.nn.Linear(1, 1))
+    optimizer = recipe.build_optimizer(torch.nn.Linear(1, 1).parameters())
     scheduler = recipe.build_scheduler(optimizer, options("--steps", "50"))
     rates = []
     for _ in range(50):
@@ -121,6 +122,7 @@ def test_ranks_share_an_epoch_without_overlap(small) -> None:
         (["--steps", "0"], "0 is less than 1"),
         (["--width", "50"], "not a multiple of 32"),
         (["--standby", "built"], "unrecognized arguments"),
+        (["--parallel", "dp"], "invalid choice: 'dp'"),
     ],
 )
 def test_impossible_options_end_with_usage(
@@ -129,6 +131,107 @@ def test_impossible_options_end_with_usage(
     with pytest.raises(SystemExit):
         options(*arguments)
     assert message in capsys.readouterr().err
+
+
+def test_only_where_ranks_are_alike_is_a_standby_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    def parse(*arguments: str):
+        monkeypatch.setattr("sys.argv", ["train.py", "--out", "unused", *arguments])
+        return recipe.parse_options("a test", with_standby=True)
+
+    assert parse().standby == "built"
+    assert parse("--parallel", "fsdp").standby == "forked"
+    with pytest.raises(SystemExit):
+        parse("--parallel", "fsdp", "--standby", "built")
+
+
+def test_embedding_and_head_are_tied_where_no_pipeline_is_between_them(options) -> None:
+    assert options("--parallel", "tp+fsdp").tied
+    assert not options("--parallel", "pp").tied
+    assert options("--parallel", "pp+fsdp", "--tied").tied
+    assert not options("--no-tied").tied
+
+
+@pytest.mark.parametrize(
+    ("parallel", "replicas"),
+    [
+        ("ddp", [0, 1, 2, 3]),
+        ("zero", [0, 1, 2, 3]),
+        ("hsdp", [0, 1, 2, 3]),
+        ("tp", [0, 0, 0, 0]),
+        ("pp", [0, 0, 0, 0]),
+        ("tp+fsdp", [0, 0, 1, 1]),
+        ("pp+fsdp", [0, 0, 1, 1]),
+    ],
+)
+def test_ranks_that_work_together_read_the_same_batch(options, parallel: str, replicas: list[int]) -> None:
+    loader_of = recipe.loader_factory(
+        options("--parallel", parallel, "--epoch-steps", "3", "--batch", "2"), text.load_corpus(100_000)
+    )
+    batches = []
+    for rank in range(4):
+        loader = loader_of(rank, 4)
+        torch.rand(rank)  # a stage that draws more random numbers than another
+        batches.append(next(iter(loader))[0])
+    assert sum(len(batch) for batch in batches) == 8 * (4 // len(set(replicas)))
+    for rank, replica in enumerate(replicas):
+        for other, another in enumerate(replicas):
+            assert torch.equal(batches[rank], batches[other]) == (replica == another)
+
+
+@pytest.mark.parametrize("arguments", [(), ("--tied", "--uneven"), ("--moe", "--mixed-precision")])
+def test_stages_one_after_another_are_the_whole_model(options, arguments: tuple[str, ...]) -> None:
+    given = options("--width", "32", "--layers", "4", "--context", "16", "--parallel", "pp", *arguments)
+    model = recipe.build_model(given)
+    stages = [
+        model.stage([0], first=True, last=False),
+        model.stage([1, 2], first=False, last=False),
+        model.stage([3], first=False, last=True),
+    ]
+    codes = torch.randint(model.config.vocab_size, (2, 16))
+    hidden = codes
+    for stage in stages:
+        hidden = stage.eval()(hidden)
+    assert torch.equal(hidden, model.eval()(codes))
+    held = [name for stage in stages for name, _ in stage.named_parameters()]
+    both = ["head.weight"] if given.tied else []
+    assert sorted(held) == sorted([*both, *(name for name, _ in model.named_parameters())])
+    assert (stages[0].characters.weight.data_ptr() == stages[0].positions.weight.data_ptr()) is False
+
+
+def test_an_expert_that_nobody_chose_has_no_gradient_or_zeros(options) -> None:
+    """What makes `--moe` worth a test elsewhere."""
+    sizes = ("--width", "32", "--layers", "2", "--context", "16", "--moe")
+    for parallel, idle_has_grad in (("ddp", False), ("fsdp", True)):
+        given = options(*sizes, "--parallel", parallel)
+        model = recipe.build_model(given)
+        codes = torch.zeros(1, 16, dtype=torch.long)
+        gpt.loss_of(model(codes), codes).backward()
+        grads = [parameter.grad for name, parameter in model.named_parameters() if "experts" in name]
+        idle = [grad for grad in grads if grad is None or not grad.count_nonzero()]
+        assert 0 < len(idle) < len(grads)
+        assert all((grad is not None) == idle_has_grad for grad in idle)
+
+
+def test_frozen_parts_leave_something_to_train_in_every_stage(options) -> None:
+    model = recipe.build_model(options("--width", "32", "--layers", "4", "--parallel", "pp", "--frozen"))
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    assert {"characters.weight", "positions.weight", "blocks.0.query_key_value.weight"} <= set(frozen)
+    first = model.stage([0], first=True, last=False)
+    assert any(parameter.requires_grad for parameter in first.parameters())
+
+
+def test_clipping_in_groups_is_clipping_as_a_whole() -> None:
+    whole = [
+        torch.nn.Parameter(torch.zeros(3)),
+        torch.nn.Parameter(torch.zeros(2, 2)),
+        torch.nn.Parameter(torch.zeros(1)),
+    ]
+    for number, parameter in enumerate(whole[:2]):
+        parameter.grad = torch.full_like(parameter, 1.0 + number)
+    parallelism.clip_gradients(whole, 1.0)
+    squares = sum(float(parameter.grad.square().sum()) for parameter in whole[:2])
+    assert squares == pytest.approx(1.0, rel=1e-4)
+    assert whole[2].grad is None
 
 
 def test_history_survives_a_change_of_process_and_a_redone_step() -> None:
@@ -144,16 +247,16 @@ def test_history_survives_a_change_of_process_and_a_redone_step() -> None:
 
 
 def test_log_goes_on_where_the_rank_before_ended(tmp_path: Path) -> None:
-    for step, attempt in ((0, 0), (1, 1)):
+    for step, attempt, loss in ((0, 0, torch.tensor(0.5)), (1, 1, None)):
         log = outcome.StepLog(tmp_path / "new", rank=2)
-        log.committed(step, 0.5, 12.3456, attempt)
+        log.committed(step, loss, 12.3456, attempt)
         log.close()
     lines = [json.loads(line) for line in (tmp_path / "new" / "log.r2.jsonl").read_text().splitlines()]
     ended_ns = [line.pop("ended_ns") for line in lines]
     assert 0 < ended_ns[0] <= ended_ns[1] <= time.monotonic_ns()
     assert lines == [
         {"step": 0, "loss": "0x1.0000000000000p-1", "ms": 12.346, "attempt": 0},
-        {"step": 1, "loss": "0x1.0000000000000p-1", "ms": 12.346, "attempt": 1},
+        {"step": 1, "loss": None, "ms": 12.346, "attempt": 1},
     ]
 
 
@@ -167,7 +270,7 @@ def test_tensor_digest_can_be_computed_without_torch() -> None:
 
 def test_outcome_covers_parameters_and_optimizer_state(small, tmp_path: Path) -> None:
     model = recipe.build_model(small)
-    optimizer = recipe.build_optimizer(model)
+    optimizer = recipe.build_optimizer(model.parameters())
     model(torch.zeros(1, 16, dtype=torch.long)).sum().backward()
     optimizer.step()
     history, log = outcome.LossHistory(), outcome.StepLog(tmp_path, 1)
@@ -208,4 +311,4 @@ def test_reference_and_what_it_imports_do_without_flashrec() -> None:
                 continue
             assert not any(module.split(".")[0] in ("flashrec", "flashrecd") for module in imported), name
             unread += [m for m in imported if (DEMO / f"{m}.py").exists() and m not in read]
-    assert {"recipe", "text", "gpt", "outcome"} <= read
+    assert {"recipe", "text", "gpt", "outcome", "parallelism"} <= read
