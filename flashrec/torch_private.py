@@ -25,6 +25,14 @@ and the buckets are those of an undisturbed run.
   must put them back, and a replacement must load them (its own rank's: the error differs by rank).
   `comm_hook_state` finds the object. The stateless hooks (all-reduce, fp16 and bf16 compression)
   need nothing.
+
+FSDP2 (fully_shard)
+-------------------
+The sharded parameters are objects of their own: the modules hold them between steps, and others, unsharded,
+from a forward to the end of its backward (`fsdp_sharded_parameters` leads back). FSDP gathers from the
+memory behind their local tensors, padded, and only while it is sharded: whoever writes into them calls
+`reset_fsdp` first, or the next forward goes on with what was gathered before. The same after a step that
+was abandoned anywhere.
 """
 
 from __future__ import annotations
@@ -32,6 +40,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import inspect
+import sys
 from types import CodeType
 from typing import Any
 
@@ -93,6 +102,22 @@ DDP_ATTRIBUTES = (
     "static_graph",
 )
 
+# The same, of modules that a script with sharded tensors imports and others need not: that takes seconds.
+SHARDING_NAMES: dict[str, str] = {
+    "torch.distributed.tensor:DTensor._local_tensor": CHECKED_ON,
+    "torch.distributed.tensor.placement_types:_StridedShard": CHECKED_ON,
+    "torch.distributed.fsdp:FSDPModule._get_fsdp_state": CHECKED_ON,
+    "torch.distributed.fsdp:FSDPModule.reset_iter_state": CHECKED_ON,
+}
+
+# Attributes of FSDP2's objects, set where there is an instance: (module, class) -> names.
+FSDP_ATTRIBUTES = {
+    ("_fsdp_state", "FSDPState"): ("_is_root", "_fsdp_param_groups"),
+    ("_fsdp_param_group", "FSDPParamGroup"): ("fsdp_params",),
+    ("_fsdp_param", "FSDPParam"): ("sharded_param", "_unsharded_param", "unsharded_accumulated_grad"),
+}
+_FSDP = "torch.distributed.fsdp._fully_shard"
+
 _OBJECT_COLLECTIVES = (
     "all_gather_object",
     "gather_object",
@@ -115,6 +140,29 @@ def check() -> None:
         for name in DDP_ATTRIBUTES
         if f"self.{name}" not in source
     ]
+    if not hasattr(nn.Module(), "_parameters"):
+        moved.append(f"torch.nn.Module._parameters (seen in {CHECKED_ON})")
+    _refuse(moved)
+
+
+def check_sharding() -> None:
+    """As `check`, for DTensor and FSDP2, if the script has imported them."""
+    moved = [
+        f"{name.replace(':', '.')} (seen in {at})"
+        for name, at in SHARDING_NAMES.items()
+        if name.partition(":")[0] in sys.modules and not _exists(name)
+    ]
+    if "torch.distributed.fsdp" in sys.modules:
+        for (module, name), attributes in FSDP_ATTRIBUTES.items():
+            found = getattr(importlib.import_module(f"{_FSDP}.{module}"), name, None)
+            source = "" if found is None else inspect.getsource(found)
+            moved += [
+                f"{name}.{one} (seen in {CHECKED_ON})" for one in attributes if f"self.{one}" not in source
+            ]
+    _refuse(moved)
+
+
+def _refuse(moved: list[str]) -> None:
     if moved:
         raise EnvironmentFault(
             f"torch {torch.__version__} lacks what flashrec relies on: {', '.join(moved)}. "
@@ -243,6 +291,117 @@ def backwards_to_rebuild(ddp: DistributedDataParallel) -> int:
 def comm_hook_state(ddp: DistributedDataParallel) -> list[Any]:
     """States of the Python communication hooks registered on `ddp` (None where one has none)."""
     return [state for _hook, state in ddp._comm_hooks]
+
+
+def ddp_ignored(ddp: DistributedDataParallel) -> set[str]:
+    """Names, below `ddp.module`, of the parameters that DDP neither broadcast nor reduces."""
+    return set(ddp.parameters_to_ignore)
+
+
+def lets_models_differ(comm_hook_state: Any) -> bool:
+    """Whether a communication hook with this state lets the ranks' models drift apart (local SGD)."""
+    return type(comm_hook_state).__name__ == "PostLocalSGDState"
+
+
+def shown_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The module's own dict of parameters: what its attributes show now."""
+    return module._parameters
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    cls: type = type(tensor)
+    if cls is torch.Tensor or cls is nn.Parameter:
+        return False
+    # Nothing can be an instance of what was never imported, and the import takes a second.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and issubclass(cls, module.DTensor)
+
+
+def local_shard(dtensor: Any) -> torch.Tensor:
+    """The very tensor object that holds this rank's part. `to_local()` gives another one for parameters, and
+    this is asked for every parameter in every step."""
+    local: torch.Tensor = dtensor._local_tensor
+    return local
+
+
+def placements_to_wire(placements: Any) -> list[list[Any]]:
+    """Placements of a DTensor as plain data."""
+    wire: list[list[Any]] = []
+    for placement in placements:
+        if placement.is_replicate():
+            wire.append(["replicate"])
+        elif placement.is_partial():
+            wire.append(["partial", placement.reduce_op])
+        elif placement.is_shard():
+            wire.append(["shard", placement.dim])
+        else:
+            wire.append(["strided", placement.dim, placement.split_factor])
+    return wire
+
+
+def placements_from_wire(wire: list[list[Any]]) -> tuple[Any, ...]:
+    """What `placements_to_wire` was given."""
+    types: Any = importlib.import_module("torch.distributed.tensor.placement_types")
+    make = {
+        "replicate": types.Replicate,
+        "partial": types.Partial,
+        "shard": types.Shard,
+        "strided": lambda dim, split_factor: types._StridedShard(dim, split_factor=split_factor),
+    }
+    return tuple(make[kind](*rest) for kind, *rest in wire)
+
+
+def is_zero(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `optimizer` is a ZeroRedundancyOptimizer, which keeps its state in its `.optim`."""
+    module = sys.modules.get("torch.distributed.optim")
+    return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
+
+
+def fsdp_sharded_parameters(model: nn.Module) -> dict[int, nn.Parameter]:
+    """id of every parameter that FSDP2 may show in place of a sharded one -> the sharded one."""
+    shown: dict[int, nn.Parameter] = {}
+    for one in fsdp_parameters(model):
+        for name in ("sharded_param", "_unsharded_param", "_sharded_post_forward_param"):
+            if getattr(one, name, None) is not None:
+                shown[id(getattr(one, name))] = one.sharded_param
+    return shown
+
+
+def unreduced_gradient(fsdp_parameters: list[Any]) -> bool:
+    """Whether FSDP2 holds gradients that it was told not to reduce yet."""
+    return any(
+        one.unsharded_accumulated_grad is not None
+        or getattr(getattr(one, "_unsharded_param", None), "grad", None) is not None
+        for one in fsdp_parameters
+    )
+
+
+def reset_fsdp(model: nn.Module) -> None:
+    """Bring FSDP2 to where it is between two steps, wherever in one it was left: sharded, and without a
+    gradient that is not reduced yet. Runs no collective."""
+    for module in _fsdp_modules(model):
+        if module._get_fsdp_state()._is_root:  # None before the first forward
+            module.reset_iter_state()
+        module.reshard()
+    for one in fsdp_parameters(model):
+        one.unsharded_accumulated_grad = None
+        if getattr(one, "_unsharded_param", None) is not None:
+            one._unsharded_param.grad = None
+
+
+def _fsdp_modules(model: nn.Module) -> list[Any]:
+    fsdp: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp)]
+
+
+def fsdp_parameters(model: nn.Module) -> list[Any]:
+    """FSDP2's own objects, one for each parameter that it shards."""
+    return [
+        one
+        for module in _fsdp_modules(model)
+        for group in module._get_fsdp_state()._fsdp_param_groups
+        for one in group.fsdp_params
+    ]
 
 
 def _logging_data(ddp: DistributedDataParallel) -> dict[str, Any]:

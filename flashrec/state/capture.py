@@ -1,9 +1,10 @@
-"""The tensor state and the common state of a rank: live torch objects seen as a layout of bytes.
+"""The tensor state and the common state of a rank: live torch objects seen as layouts of bytes.
 
-`capture(model, optimizer)` names every parameter and every tensor in the optimizers' state. Nothing is
-wrapped or moved, no collective is run, and the structure of the modules is never touched: the objects are
-only read, and written in place. Names are those of the modules' own trees, with data-parallel wrappers left
-out:
+`capture(model, optimizer)` names every parameter and every tensor in the optimizers' state, and divides them
+into replica sets (see `replication`). Of a DTensor it sees this rank's shard. Nothing is wrapped or moved, no
+collective is run, and the structure of the modules is never touched: the objects are only read, and written
+in place. Parameters are looked up once, here: FSDP2 shows others while a step is under way. Names are those
+of the modules' own trees, with data-parallel wrappers left out:
 
     model.layers.0.weight               a parameter (a tied one once, under its first name)
     optimizer.params.3                  a parameter the optimizer has and no model does
@@ -17,35 +18,23 @@ mapping or the index in the list.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from flashrec.device import device_of
+from flashrec import torch_private
 from flashrec.errors import LayoutMismatch, UsageError
 from flashrec.state.codec import Buffer
-from flashrec.state.layout import Layout, Piece
+from flashrec.state.estimate import state_to_come
+from flashrec.state.layout import Layout, Piece, RankLayout, ReplicaSet, TensorSpec
+from flashrec.state.names import Stateful, distinct, named, parameters_of, stateful, unwrapped
 from flashrec.state.optimizer import OptimizerState
-from flashrec.state.tensors import DTYPES, detached_copy, read_bytes, spec_of, write_bytes
-
-
-class Stateful(Protocol):
-    """A scheduler, a scaler, an average of weights: anything with these two methods."""
-
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state_dict: Any, /) -> Any: ...
-
-
-def stateful(extras: Mapping[str, Any]) -> dict[str, Stateful]:
-    """`extras`, if every one of them can be saved and loaded; raises UsageError naming one that cannot."""
-    for name, extra in extras.items():
-        if any(not callable(getattr(extra, method, None)) for method in ("state_dict", "load_state_dict")):
-            raise UsageError(f"{name}={type(extra).__name__} has no state_dict() and load_state_dict()")
-    return dict(extras)
+from flashrec.state.replication import Hint, Holders, Replication
+from flashrec.state.shards import as_described, description, like_parameter, made_like
+from flashrec.state.tensors import DTYPES, LiveTensors, detached_copy, local_of, spec_of
+from flashrec.state.watch import Watch, places
 
 
 def capture(
@@ -54,121 +43,224 @@ def capture(
     *,
     include_grads: bool = False,
     common: Mapping[str, Any] | None = None,
+    rank: int | None = 0,
+    world_size: int = 1,
+    replicated_over: Hint | None = None,
 ) -> Captured:
     """The tensor state of `models` and `optimizers`, and the common state of the optimizers and `common`.
 
     `include_grads`: `.grad` tensors that exist are part of the layout too (for a job that carries gradients
-    from one step into the next). Raises UsageError naming what cannot be captured."""
+    from one step into the next). `rank`: the global one; None for a process that learns it later, by
+    `take_rank`. `replicated_over`: the process group whose ranks hold equal values of the tensors of which
+    structure does not tell, or {module or optimizer: process group, or None for "this rank alone"}. Raises
+    UsageError naming what cannot be captured, EnvironmentFault for a torch that lacks what this relies on."""
+    torch_private.check_sharding()
     extras = stateful(common or {})
-    named_models = _named("model", models, torch.nn.Module)
-    named_optimizers = _named("optimizer", optimizers, torch.optim.Optimizer)
-    return Captured(named_models, named_optimizers, extras, include_grads=include_grads)
+    named_models = named("model", models, torch.nn.Module)
+    named_optimizers = named("optimizer", optimizers, torch.optim.Optimizer)
+    replication = Replication(
+        named_models.values(),
+        named_optimizers.values(),
+        rank=rank,
+        world_size=world_size,
+        replicated_over=replicated_over,
+    )
+    return Captured(named_models, named_optimizers, extras, replication, include_grads=include_grads)
 
 
-def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The user's module inside a data-parallel wrapper."""
-    while isinstance(model, (DistributedDataParallel, DataParallel)):
-        model = model.module
-    return model
+@dataclass(slots=True)
+class _Held:
+    """One tensor of the layout. `grad_of`: the number of the parameter whose gradient it is."""
+
+    spec: TensorSpec
+    tensor: torch.Tensor
+    holders: Holders
+    grad_of: int | None = None
 
 
 class Captured:
-    """Tensor and common state of one rank. Piece numbers refer to the layout last returned or prepared."""
+    """Tensor and common state of one rank."""
 
     def __init__(
         self,
         models: Mapping[str, torch.nn.Module],
         optimizers: Mapping[str, torch.optim.Optimizer],
         common: Mapping[str, Stateful],
+        replication: Replication,
         *,
         include_grads: bool,
     ) -> None:
         self._models = {name: unwrapped(model) for name, model in models.items()}
         self._include_grads = include_grads
         self._common = dict(common)
-        known = {id(tensor) for _, tensor in self._named_parameters()}
+        self._replication = replication
+        in_models = parameters_of(self._models)
+        known = {id(tensor) for _, tensor in in_models}
         self._optimizers = [
             OptimizerState(name, optimizer, known_parameters=known) for name, optimizer in optimizers.items()
         ]
-        self._tensors: list[torch.Tensor] = []
-        # Where a tensor's memory is not one run of bytes, a piece is written by reading its surroundings and
-        # writing them back, and two threads could undo each other's work.
-        self._indirect_write = threading.Lock()
-        self.layout()
+        self._parameters = distinct(in_models)
+        for state in self._optimizers:
+            self._parameters += state.own_parameters()
+        for name, parameter in self._parameters:
+            spec_of(name, parameter)
+        self._holders = {
+            id(parameter): replication.of_parameter(name, parameter) for name, parameter in self._parameters
+        }
+        for _, parameter in in_models:  # those that share another one's memory
+            self._holders.setdefault(id(parameter), None)
+        shown = [place for name, model in self._models.items() for place in places(name, model)]
+        self._watch = Watch(self._parameters, shown, self._optimizers, include_grads=include_grads)
+        self._held: list[_Held] = []
+        self._whole = LiveTensors([], [])
+        self._sets: list[tuple[tuple[int, ...], list[_Held]]] = []
+        self._rank_layout: RankLayout | None = None
+        self.refresh()
+
+    # --- layout ---------------------------------------------------------------------------------------------
+
+    def refresh(self) -> bool:
+        """Look for tensors that came, went or were replaced since the last time; True if that changes the layout.
+        An optimizer's state appears in it after its first step.
+
+        Raises UsageError naming a parameter that was replaced, resized or given another dtype."""
+        if self._watch.unchanged() and self._adopt_grads(self._watch.new_grads()):
+            return False
+        before = [(one.spec, one.holders) for one in self._held]
+        self._hold(list(self._look()))
+        self._watch.remember()
+        return before != [(one.spec, one.holders) for one in self._held]
+
+    def rank_layout(self) -> RankLayout:
+        """The layout as of the last `refresh`, or as last prepared. RuntimeError without a rank."""
+        if self._rank_layout is None:
+            rank = self._replication.rank
+            if rank is None:
+                raise RuntimeError("a process without a rank has no layout of one: take_rank() first")
+            sets: dict[tuple[int, ...], list[_Held]] = {}
+            for one in self._held:
+                sets.setdefault(one.holders or (rank,), []).append(one)
+            self._sets = sorted(sets.items())
+            self._rank_layout = RankLayout(
+                rank,
+                tuple(ReplicaSet(ranks, Layout([one.spec for one in held])) for ranks, held in self._sets),
+            )
+        return self._rank_layout
+
+    def take_rank(self, rank: int) -> None:
+        """Be `rank`, after having been built as nobody in particular."""
+        if rank != self._replication.rank:
+            self._replication.rank = rank
+            self._rank_layout = None
+
+    def of_set(self, index: int, grads: Sequence[torch.Tensor | None] = ()) -> LiveTensors:
+        """The bytes of `rank_layout().sets[index]`: of the tensors as of now, even if the layout changes later.
+
+        `grads`: copies to read instead of the gradients, in the order of `parameters`."""
+        self.rank_layout()
+        held = self._sets[index][1]
+        tensors = [one.tensor for one in held]
+        for position, one in enumerate(held):
+            copy = grads[one.grad_of] if grads and one.grad_of is not None else None
+            if copy is not None:
+                tensors[position] = copy
+        return LiveTensors([one.spec for one in held], tensors)
 
     def layout(self) -> Layout:
-        """The layout as it is now; an optimizer's state appears in it after its first step."""
-        specs, self._tensors = [], []
-        for name, tensor in self._named_tensors():
-            specs.append(spec_of(name, tensor))
-            self._tensors.append(tensor)
-        return Layout(specs)
+        """All tensors in one layout, as they are now, to which the pieces of `read_piece` and `write_piece` refer."""
+        self.refresh()
+        self._whole = LiveTensors([one.spec for one in self._held], [one.tensor for one in self._held])
+        return Layout([one.spec for one in self._held])
 
     def read_piece(self, piece: Piece) -> memoryview:
-        """The piece's bytes: the tensor's own memory where it is contiguous on the host, else a copy."""
-        return read_bytes(self._tensor(piece), piece.offset, piece.size_bytes)
+        """As `LiveTensors.read_piece`, for the layout last returned by `layout` or prepared."""
+        return self._whole.read_piece(piece)
 
     def piece_memory(self, piece: Piece) -> memoryview | None:
-        """The piece's memory itself, writable, or None where `write_piece` has to be used."""
-        tensor = self._tensor(piece)
-        direct = device_of(tensor).direct_bytes(tensor)
-        return None if direct is None else direct[piece.offset : piece.offset + piece.size_bytes]
+        """As `LiveTensors.piece_memory`, for the layout last returned by `layout` or prepared."""
+        return self._whole.piece_memory(piece)
 
     def write_piece(self, piece: Piece, data: Buffer) -> None:
-        """Put the piece's bytes in place. Safe from several threads for different pieces."""
-        if memoryview(data).nbytes != piece.size_bytes:
-            raise ValueError(f"{memoryview(data).nbytes} bytes for {piece}")
-        memory = self.piece_memory(piece)
-        if memory is not None:
-            memory[:] = data
-        else:
-            with self._indirect_write:
-                write_bytes(self._tensor(piece), piece.offset, data)
+        """As `LiveTensors.write_piece`, for the layout last returned by `layout` or prepared."""
+        self._whole.write_piece(piece, data)
 
-    def prepare(self, layout: Layout) -> None:
+    def prepare(self, layout: RankLayout | Layout) -> None:
         """Make the live objects have exactly `layout`, so that pieces of it can be written.
 
-        Optimizer state (and, with `include_grads`, gradients) that the layout has is created, with
-        undefined values; what it has not is dropped. Raises LayoutMismatch naming the first tensor that the
-        model cannot have; nothing is changed then."""
-        live = dict(self._named_tensors())
-        specs = {spec.name: spec for spec in layout}
-        parameters = dict(self._fixed_tensors())
-        creatable = {name: parameter for state in self._optimizers for name, parameter in state.owners(specs)}
+        Optimizer state (and, with `include_grads`, gradients) that the layout has is created, with undefined
+        values; what it has not is dropped. FSDP2 is brought to where it gathers what is written. Raises
+        LayoutMismatch naming the first tensor that the model cannot have; nothing is changed then."""
+        holders: dict[str, tuple[int, ...]] = {}
+        if isinstance(layout, RankLayout):
+            holders = self._holders_in(layout)
+            wanted = [spec for one in layout.sets for spec in one.layout]
+        else:
+            wanted = list(layout)
+        specs = {spec.name: spec for spec in wanted}
+        live = {one.spec.name: one for one in self._look()}
+        owners = {name: owner for state in self._optimizers for name, owner in state.owners(specs)}
         if self._include_grads:
-            creatable |= {f"{name}.grad": parameter for name, parameter in parameters.items()}
-        for name, tensor in parameters.items():
-            mine, wanted = spec_of(name, tensor), specs.get(name)
-            if wanted != mine:
-                raise LayoutMismatch(f"{mine} here is {wanted or 'absent'} in the state to be restored")
-        for spec in layout:
-            if spec.name not in parameters and spec.name not in creatable:
-                raise LayoutMismatch(f"{spec} of the state to be restored does not exist here")
-            if spec.dtype not in DTYPES:
-                raise LayoutMismatch(
-                    f"{spec} of the state to be restored has a dtype this torch does not know"
-                )
-        tensors = {}
-        for spec in layout:
-            current = live.get(spec.name)
-            if current is None or spec_of(spec.name, current) != spec:
-                current = _like(creatable[spec.name], DTYPES[spec.dtype], spec.shape)
-            tensors[spec.name] = current
+            owners |= {f"{name}.grad": parameter for name, parameter in self._parameters}
+        self._check_can_have(specs, owners)
+        held = []
+        for spec in wanted:
+            one = live.get(spec.name)
+            if one is None or one.spec != spec:
+                tensor = made_like(owners[spec.name], DTYPES[spec.dtype], spec.shape)
+                one = _Held(spec, tensor, self._holders.get(id(owners[spec.name])))
+            one.holders = holders.get(spec.name, one.holders)
+            held.append(one)
+        for model in self._models.values():
+            torch_private.reset_fsdp(model)
+        tensors = {one.spec.name: one.tensor for one in held}
         for state in self._optimizers:
             state.install(tensors)
         if self._include_grads:
-            for name, parameter in parameters.items():
+            for name, parameter in self._parameters:
                 grad = tensors.get(f"{name}.grad")
                 if grad is not parameter.grad:
                     parameter.grad = grad
-        self._tensors = [tensors[spec.name] for spec in layout]
+        self._hold(held)
+        self._watch.forget()
+        self._whole = LiveTensors(wanted, [one.tensor for one in held])
 
-    def common_state(self) -> Any:
+    def sealing_estimate(self) -> int | None:
+        """Bytes of tensor state that this rank will have after the optimizers' first step, beyond what it has now
+        (all of it, also what other ranks help to seal); None when it cannot be told."""
+        expected = [state_to_come(state) for state in self._optimizers]
+        return None if None in expected else sum(one for one in expected if one is not None)
+
+    # --- common state ---------------------------------------------------------------------------------------
+
+    def common_state(
+        self,
+        hyper_parameters: Sequence[list[dict[str, Any]]] | None = None,
+        extras: Mapping[str, Any] | None = None,
+        grads: Sequence[torch.Tensor | None] | None = None,
+    ) -> Any:
         """Hyper-parameters, the parts of optimizer state that are not tensors, and the state of every
-        extra: a copy, for `flashrec.state.tensors.encode`."""
+        extra: a copy, for `flashrec.state.tensors.encode`.
+
+        `hyper_parameters` of the optimizers, `extras` and `grads` (one for each of `parameters`): taken before,
+        to be used instead of those of now."""
+        groups = hyper_parameters or [state.hyper_parameters() for state in self._optimizers]
+        if grads is None:
+            grads = [parameter.grad for _, parameter in self._parameters]
+        described = {
+            name: None if like_parameter(grad, parameter) else description(grad)
+            for (name, parameter), grad in zip(self._parameters, grads, strict=True)
+            if self._include_grads and grad is not None and torch_private.is_dtensor(grad)
+        }
         return {
-            "optimizers": {state.name: state.common_state() for state in self._optimizers},
-            "extras": {name: detached_copy(extra.state_dict()) for name, extra in self._common.items()},
+            "optimizers": {
+                state.name: state.common_state(mine)
+                for state, mine in zip(self._optimizers, groups, strict=True)
+            },
+            "extras": {
+                name: extras[name] if extras and name in extras else detached_copy(extra.state_dict())
+                for name, extra in self._common.items()
+            },
+            "grads": described,
         }
 
     def load_common_state(self, common: Any) -> None:
@@ -176,7 +268,7 @@ class Captured:
         optimizer state gets its structure here). Raises UsageError when it is of other objects than
         these."""
         try:
-            optimizers, extras = common["optimizers"], common["extras"]
+            optimizers, extras, grads = common["optimizers"], common["extras"], common["grads"]
             mine = {state.name for state in self._optimizers}
             same = set(optimizers) == mine and set(extras) == set(self._common)
         except (TypeError, KeyError) as error:
@@ -188,6 +280,12 @@ class Captured:
             )
         for state in self._optimizers:
             state.load_common_state(optimizers[state.name])
+        if self._include_grads:
+            for name, parameter in self._parameters:
+                if name in grads and parameter.grad is not None:
+                    described = grads[name] or description(parameter)
+                    parameter.grad = as_described(parameter.grad, parameter, described)
+        self._watch.forget()
         for name, extra in self._common.items():
             # A copy: many load_state_dict keep what they are given, and a redo may load the same again.
             extra.load_state_dict(detached_copy(extras[name]))
@@ -201,88 +299,89 @@ class Captured:
     def optimizers(self) -> Sequence[OptimizerState]:
         return self._optimizers
 
+    @property
+    def models(self) -> Sequence[torch.nn.Module]:
+        """The models, without data-parallel wrappers around them."""
+        return list(self._models.values())
+
     def parameters(self) -> Iterator[torch.Tensor]:
         """Every parameter of the models and optimizers, each once."""
-        return (tensor for _, tensor in self._fixed_tensors())
+        return (tensor for _, tensor in self._parameters)
 
-    def _tensor(self, piece: Piece) -> torch.Tensor:
-        tensor = self._tensors[piece.tensor_index]
-        if piece.offset + piece.size_bytes > tensor.numel() * tensor.element_size():
-            raise ValueError(f"{piece} reaches beyond its tensor")
-        return tensor
+    # --- tensors ----------------------------------------------------------------------------------------------
 
-    def _named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        seen: set[int] = set()
-        for model_name, model in self._models.items():
-            for name, parameter in model.named_parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield f"{model_name}.{name}", parameter
-
-    def _fixed_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Parameters: what only the script can make, never `prepare`. Different Parameter objects over the
-        very same memory (`b.weight.data = a.weight.data`) count once, like one that is tied."""
-        seen: set[tuple[Any, ...]] = set()
-        for name, tensor in self._named_parameters():
-            if _place(tensor) not in seen:
-                seen.add(_place(tensor))
-                yield name, tensor
+    def _look(self) -> Iterator[_Held]:
+        """Every tensor as it is now: parameters, which only the script can make, then what `prepare` can."""
+        for name, parameter in self._parameters:
+            yield _Held(spec_of(name, parameter), parameter, self._holders[id(parameter)])
         for state in self._optimizers:
-            yield from state.own_parameters()
-
-    def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        parameters = list(self._fixed_tensors())
-        yield from parameters
-        for state in self._optimizers:
-            yield from state.tensors()
+            shared = {self._holders.get(id(parameter)) for parameter in state.parameters()}
+            unowned = next(iter(shared)) if len(shared) == 1 else None
+            for name, tensor, owner in state.owned_tensors():
+                of_owner = unowned if owner is None else self._holders.get(id(owner))
+                holders = self._replication.of_state(name, tensor, state.optimizer, of_owner)
+                yield _Held(spec_of(name, tensor), tensor, holders)
         if self._include_grads:
-            for name, parameter in parameters:
-                if parameter.grad is not None:
-                    yield f"{name}.grad", parameter.grad
+            for number, (name, parameter) in enumerate(self._parameters):
+                grad = parameter.grad
+                if grad is not None:
+                    holders = self._replication.of_grad(f"{name}.grad", grad, self._holders[id(parameter)])
+                    yield _Held(spec_of(f"{name}.grad", grad), grad, holders, number)
+
+    def _hold(self, held: list[_Held]) -> None:
+        self._held = held
+        self._rank_layout = None
+
+    def _adopt_grads(self, new: list[tuple[int, torch.Tensor | None]]) -> bool:
+        """Take new gradients where they leave the layout as it is; False where they do not."""
+        if not new:
+            return True
+        holding = {one.grad_of: one for one in self._held if one.grad_of is not None}
+        for number, grad in new:
+            one = holding.get(number)
+            if grad is None or one is None or not _alike(grad, one.tensor):
+                return False
+            one.tensor = grad
+        return True
+
+    def _holders_in(self, layout: RankLayout) -> dict[str, tuple[int, ...]]:
+        rank = self._replication.rank
+        if rank != layout.rank:
+            raise LayoutMismatch(
+                f"the state to be restored is of rank {layout.rank}, and this is rank {rank}"
+            )
+        holders = {spec.name: one.ranks for one in layout.sets for spec in one.layout}
+        if len(holders) != sum(len(one.layout) for one in layout.sets):
+            raise LayoutMismatch("the state to be restored has two tensors of the same name")
+        for name, parameter in self._parameters:
+            mine = self._holders[id(parameter)] or (rank,)
+            if holders.get(name, mine) != mine:
+                raise LayoutMismatch(
+                    f"tensor {name!r} is the same on ranks {list(mine)} here, and on ranks {list(holders[name])} in "
+                    "the state to be restored"
+                )
+        return holders
+
+    def _check_can_have(self, specs: Mapping[str, TensorSpec], owners: Mapping[str, torch.Tensor]) -> None:
+        names = set()
+        for name, parameter in self._parameters:
+            names.add(name)
+            mine, wanted = spec_of(name, parameter), specs.get(name)
+            if wanted != mine:
+                raise LayoutMismatch(f"{mine} here is {wanted or 'absent'} in the state to be restored")
+        for spec in specs.values():
+            if spec.name not in names and spec.name not in owners:
+                raise LayoutMismatch(f"{spec} of the state to be restored does not exist here")
+            if spec.dtype not in DTYPES:
+                raise LayoutMismatch(
+                    f"{spec} of the state to be restored has a dtype this torch does not know"
+                )
 
 
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    lazy = isinstance(tensor, torch.nn.UninitializedParameter)
-    if lazy or tensor.layout is not torch.strided or tensor.numel() == 0:
-        return (id(tensor),)
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
-
-def _like(parameter: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """A new tensor for the state of `parameter`; undefined values, and the parameter's strides if it fits."""
-    if tuple(parameter.shape) == shape:
-        return torch.empty_like(
-            parameter, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format
-        )
-    # A step counter and its like. Where they belong when the parameter is elsewhere is a matter for the
-    # device that will be added then (torch keeps them on the host unless the optimizer is capturable or
-    # fused).
-    return torch.empty(shape, dtype=dtype, device=parameter.device)
-
-
-def _named(kind: str, given: Any, cls: type[Any]) -> dict[str, Any]:
-    """{"model": m}, or {"model.<key>": m, ...} for several."""
-    if isinstance(given, (list, tuple)) and len(given) == 1:
-        given = given[0]
-    if isinstance(given, cls):
-        return {kind: given}
-    items: Iterable[tuple[Any, Any]]
-    if isinstance(given, Mapping):
-        items = given.items()
-        for key in given:
-            # A dot in it could give two tensors the same name.
-            if not isinstance(key, str) or not key.isidentifier():
-                raise UsageError(f"the name of a {kind} must be an identifier, not {key!r}")
-    elif isinstance(given, (list, tuple)):
-        items = enumerate(given)
-    else:
-        raise UsageError(
-            f"{kind} must be a {cls.__name__}, a list or a dict of them, not {type(given).__name__}"
-        )
-    named = {f"{kind}.{key}": value for key, value in items}
-    for name, value in named.items():
-        if not isinstance(value, cls):
-            raise UsageError(f"{name} must be a {cls.__name__}, not {type(value).__name__}")
-    if not named:
-        raise UsageError(f"protect() was given no {kind}")
-    return named
+def _alike(grad: torch.Tensor, other: torch.Tensor) -> bool:
+    if type(grad) is not type(other) or grad.dtype != other.dtype or grad.layout != other.layout:
+        return False
+    mine, theirs = local_of(grad), local_of(other)
+    if mine.shape != theirs.shape or mine.device != theirs.device:
+        return False
+    return not torch_private.is_dtensor(grad) or description(grad) == description(other)

@@ -1,7 +1,9 @@
 """One optimizer's state: its tensors by name, and the rest of it as plain data.
 
 Any optimizer of torch's shape is understood: `optimizer.state` maps parameters (or, with some, string keys)
-to dicts that hold tensors, plain values, and dicts, lists and tuples of them.
+to dicts that hold tensors, plain values, and dicts, lists and tuples of them. A ZeroRedundancyOptimizer has
+groups of all parameters, and inside it another optimizer of this rank's, which keeps the state: both have
+hyper-parameters.
 """
 
 from __future__ import annotations
@@ -12,12 +14,15 @@ from typing import Any
 
 import torch
 
+from flashrec import torch_private
 from flashrec.errors import UsageError
 from flashrec.state.codec import Foreign
-from flashrec.state.tensors import detached_copy
+from flashrec.state.shards import as_described, description, same_mesh
+from flashrec.state.tensors import detached_copy, local_of
 
-# In the plain part of the state, this stands where a tensor of the layout belongs.
+# In the plain part of the state, these stand where a tensor of the layout belongs.
 _TENSOR = "flashrec.tensor"
+_DTENSOR = "flashrec.dtensor"
 
 # A key that is not a simple word is quoted in a tensor's name, so that no two paths give the same name.
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -29,6 +34,15 @@ class OptimizerState:
     def __init__(self, name: str, optimizer: torch.optim.Optimizer, *, known_parameters: set[int]) -> None:
         self.name = name
         self.optimizer = optimizer
+        # The optimizer that keeps the state.
+        self.keeper: torch.optim.Optimizer = optimizer
+        if torch_private.is_zero(optimizer):
+            self.keeper = getattr(optimizer, "optim", optimizer)
+            if not isinstance(self.keeper, torch.optim.Optimizer) or self.keeper is optimizer:
+                raise UsageError(
+                    f"cannot protect {name}: ZeroRedundancyOptimizer(overlap_with_ddp=True) applies gradients inside "
+                    "backward, before all ranks can agree to; leave overlap_with_ddp out"
+                )
         self._known = frozenset(known_parameters)
         # Tensors that `prepare` made for places which only `load_common_state` knows how to build.
         self._prepared: dict[str, torch.Tensor] = {}
@@ -44,8 +58,21 @@ class OptimizerState:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor of the state with its name, in an order that does not depend on history."""
+        for name, tensor, _ in self.owned_tensors():
+            yield name, tensor
+
+    def owned_tensors(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
+        """Those of `tensors`, each with the parameter it belongs to (None: the whole optimizer)."""
+        parameters = self.parameters()
         for key, state in self._entries():
-            yield from _leaves(state, f"{self.name}.state.{key}")
+            owner = parameters[int(key)] if key.isdigit() else None
+            for name, tensor in leaves(state, f"{self.name}.state.{key}"):
+                if torch_private.is_dtensor(tensor) and (owner is None or not same_mesh(tensor, owner)):
+                    raise UsageError(
+                        f"cannot protect tensor {name!r}: it is a DTensor on another mesh than its parameter, so a "
+                        "replacement could not make it; keep it on the parameter's mesh"
+                    )
+                yield name, tensor, owner
 
     def owners(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Of `names`, those that can be state of this optimizer, each with the parameter it belongs to."""
@@ -68,10 +95,11 @@ class OptimizerState:
         if live.keys() == wanted.keys() and all(live[name] is tensor for name, tensor in wanted.items()):
             return
         self._prepared = wanted
-        state = self.optimizer.state
+        state = self.keeper.state
+        parameters = self.parameters()
         for key, entry in list(self._entries()):
-            owner = self._owner(key)
-            for name in [name for name in entry if any(True for _ in _leaves(entry[name], ""))]:
+            owner = _owner(key, parameters)
+            for name in [name for name in entry if any(True for _ in leaves(entry[name], ""))]:
                 del entry[name]
             if not entry:
                 del state[owner]
@@ -79,17 +107,18 @@ class OptimizerState:
             key, _, path = name.removeprefix(f"{self.name}.state.").partition(".")
             # Deeper places are built by load_common_state, which knows their structure.
             if _WORD.fullmatch(path):
-                state.setdefault(self._owner(key), {})[path] = tensor
+                state.setdefault(_owner(key, parameters), {})[path] = tensor
 
-    def common_state(self) -> dict[str, Any]:
-        """Hyper-parameters and the structure of the state; tensors of the layout appear as references."""
+    def common_state(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
+        """Hyper-parameters, as `groups` has them, and the structure of the state; tensors of the layout appear as
+        references."""
         entries = {key: _with_references(entry, f"{self.name}.state.{key}") for key, entry in self._entries()}
-        return {"groups": self.hyper_parameters(), "state": entries}
+        return {"groups": groups, "state": entries}
 
     def hyper_parameters(self) -> list[dict[str, Any]]:
         """A copy of all that param_groups hold besides the parameters themselves."""
         groups = []
-        for group in self.optimizer.param_groups:
+        for group in self._groups():
             values = {key: detached_copy(value) for key, value in group.items() if key != "params"}
             groups.append({"num_params": len(group["params"]), "values": values})
         return groups
@@ -98,8 +127,12 @@ class OptimizerState:
         """Raises UsageError when the state is of an optimizer with other groups."""
         self.load_hyper_parameters(common["groups"])
         known = {**dict(self.tensors()), **self._prepared}
-        state = self.optimizer.state
-        entries = {self._owner(key): _with_tensors(entry, known) for key, entry in common["state"].items()}
+        state = self.keeper.state
+        parameters = self.parameters()
+        entries = {}
+        for key, entry in common["state"].items():
+            owner = _owner(key, parameters)
+            entries[owner] = _with_tensors(entry, known, owner)
         for owner in [owner for owner in state if owner not in entries]:
             del state[owner]
         state.update(entries)
@@ -107,7 +140,7 @@ class OptimizerState:
 
     def load_hyper_parameters(self, groups: list[dict[str, Any]]) -> None:
         """Raises UsageError when `groups` are not of as many parameters."""
-        mine = self.optimizer.param_groups
+        mine = self._groups()
         if [len(group["params"]) for group in mine] != [group["num_params"] for group in groups]:
             raise UsageError(
                 f"{self.name} has groups of {[len(group['params']) for group in mine]} parameters, "
@@ -137,7 +170,7 @@ class OptimizerState:
         named: list[tuple[str, dict[str, Any]]] = []
         owner: Any
         entry: Any
-        for owner, entry in self.optimizer.state.items():
+        for owner, entry in self.keeper.state.items():
             if not isinstance(entry, dict):
                 raise UsageError(
                     f"cannot protect {self.name}: its state of a {type(owner).__name__} is no dict"
@@ -154,8 +187,13 @@ class OptimizerState:
         named.sort(key=lambda item: item[0])
         return [(str(index), entry) for index, entry in numbered] + named
 
-    def _owner(self, key: str) -> Any:
-        return self.parameters()[int(key)] if key.isdigit() else key
+    def _groups(self) -> list[dict[str, Any]]:
+        groups = list(self.optimizer.param_groups)
+        return groups if self.keeper is self.optimizer else groups + list(self.keeper.param_groups)
+
+
+def _owner(key: str, parameters: list[torch.Tensor]) -> Any:
+    return parameters[int(key)] if key.isdigit() else key
 
 
 def _children(value: Any, path: str) -> list[tuple[Any, str, Any]]:
@@ -169,16 +207,19 @@ def _children(value: Any, path: str) -> list[tuple[Any, str, Any]]:
     return []
 
 
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+def leaves(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in nested state, named from `path` on."""
     if isinstance(value, torch.Tensor):
         yield path, value
         return
     for _, name, child in _children(value, path):
-        yield from _leaves(child, name)
+        yield from leaves(child, name)
 
 
 def _with_references(value: Any, path: str) -> Any:
     if isinstance(value, torch.Tensor):
+        if torch_private.is_dtensor(value):
+            return Foreign(_DTENSOR, [path, description(value)])
         return Foreign(_TENSOR, path)
     if isinstance(value, dict):
         names = {key: name for key, name, _ in _children(value, path)}
@@ -188,13 +229,15 @@ def _with_references(value: Any, path: str) -> Any:
     return detached_copy(value)
 
 
-def _with_tensors(value: Any, known: Mapping[str, torch.Tensor]) -> Any:
+def _with_tensors(value: Any, known: Mapping[str, torch.Tensor], owner: Any) -> Any:
     if isinstance(value, Foreign):
-        if value.body not in known:
-            raise UsageError(f"the tensor {value.body!r} of the state to be restored does not exist here")
-        return known[value.body]
+        name, described = value.body if value.kind == _DTENSOR else (value.body, None)
+        if name not in known:
+            raise UsageError(f"the tensor {name!r} of the state to be restored does not exist here")
+        # What `prepare` made for it, by its shape alone, may be a DTensor or not.
+        return local_of(known[name]) if described is None else as_described(known[name], owner, described)
     if isinstance(value, dict):
-        return {key: _with_tensors(child, known) for key, child in value.items()}
+        return {key: _with_tensors(child, known, owner) for key, child in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)([_with_tensors(child, known) for child in value])
+        return type(value)([_with_tensors(child, known, owner) for child in value])
     return detached_copy(value)

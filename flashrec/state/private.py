@@ -19,9 +19,10 @@ import torch
 
 from flashrec import device, torch_private
 from flashrec.errors import UsageError
-from flashrec.state.capture import Captured, stateful, unwrapped
+from flashrec.state.capture import Captured
 from flashrec.state.codec import checksum
-from flashrec.state.tensors import detached_copy, encode, read_bytes
+from flashrec.state.names import stateful, unwrapped
+from flashrec.state.tensors import LiveTensors, detached_copy, encode, local_of, read_bytes
 
 # random.getstate()'s Mersenne Twister: 624 words and a position.
 _PYTHON_VERSION = 3
@@ -155,7 +156,7 @@ class PrivateState:
                 f"buffer {attribute!r} of {type(owner).__name__} was a tensor at protect() and is "
                 f"{type(buffer).__name__} now"
             )
-        return buffer
+        return local_of(buffer)
 
     @staticmethod
     def _restore_numpy(state: dict[str, Any]) -> None:
@@ -219,14 +220,26 @@ class Redo:
         self._private = private
         self._captured = captured
         self._parameters = list(captured.parameters())
+        self._fsdp_parameters = [
+            one for model in captured.models for one in torch_private.fsdp_parameters(model)
+        ]
         self._snapshot: dict[str, Any] | None = None
+        # A gradient that was there, and a copy of its values (of a DTensor's those of this rank's shard).
         self._grads: list[tuple[torch.Tensor, torch.Tensor] | None] = []
         self._hyper_parameters: list[list[dict[str, Any]]] = []
         self._extras: dict[str, Any] = {}
         self._module_marks: dict[str, list[tuple[int, int]]] = {}
 
     def note(self, snapshot: dict[str, Any] | None = None) -> None:
-        """Note the state now. `snapshot`: the private state, if it has just been taken anyway."""
+        """Note the state now. `snapshot`: the private state, if it has just been taken anyway.
+
+        Raises UsageError where FSDP2 holds gradients that it has not reduced: they are nowhere to be noted."""
+        if torch_private.unreduced_gradient(self._fsdp_parameters):
+            raise UsageError(
+                "a step begins with gradients that fully_shard was told not to reduce "
+                "(set_requires_gradient_sync(False)); let one step have all its micro-batches, with the last one "
+                "reducing: steps(..., micro=n)"
+            )
         self._snapshot = self._private.snapshot() if snapshot is None else snapshot
         grads: list[tuple[torch.Tensor, torch.Tensor] | None] = []
         with torch.no_grad():
@@ -235,13 +248,14 @@ class Redo:
                 if grad is None:
                     grads.append(None)
                     continue
+                values = local_of(grad)
                 before = self._grads[index] if index < len(self._grads) else None
                 # The same memory step after step: fresh pages would cost more than the copy.
-                if before is not None and before[1].shape == grad.shape and before[1].dtype == grad.dtype:
-                    before[1].copy_(grad)
+                if before is not None and before[1].shape == values.shape and before[1].dtype == values.dtype:
+                    before[1].copy_(values)
                     grads.append((grad, before[1]))
                 else:
-                    grads.append((grad, grad.detach().clone()))
+                    grads.append((grad, values.detach().clone()))
         self._grads = grads
         self._hyper_parameters = [state.hyper_parameters() for state in self._captured.optimizers]
         self._extras, self._module_marks = {}, {}
@@ -262,6 +276,8 @@ class Redo:
                     f"{name} changed before the optimizer's step; change it after that, so that a step "
                     "can be redone"
                 )
+        for model in self._captured.models:
+            torch_private.reset_fsdp(model)
         with torch.no_grad():
             for parameter, noted in zip(self._parameters, self._grads, strict=True):
                 if noted is None:
@@ -278,7 +294,7 @@ class Redo:
                     and now.dtype == grad.dtype
                 ):
                     grad = now
-                grad.copy_(values)
+                local_of(grad).copy_(values)
                 parameter.grad = grad
         for state, groups in zip(self._captured.optimizers, self._hyper_parameters, strict=True):
             state.load_hyper_parameters(groups)
@@ -289,6 +305,16 @@ class Redo:
             extra.load_state_dict(detached_copy(noted_state))
         # Last: nothing above may leave its mark on the random state.
         self._private.restore(self._snapshot)
+
+    def reader(self, captured: Captured, index: int) -> LiveTensors:
+        """The bytes of `captured.rank_layout().sets[index]` as they were noted: while a step computes, gradients
+        change, and nothing else of them. Valid until the next `note`."""
+        return captured.of_set(index, [None if noted is None else noted[1] for noted in self._grads])
+
+    def common_state(self) -> Any:
+        """As `Captured.common_state`, as of the note; of extras that are modules as of now."""
+        grads = [None if noted is None else noted[0] for noted in self._grads]
+        return self._captured.common_state(self._hyper_parameters, self._extras, grads)
 
     def _module(self, name: str) -> torch.nn.Module:
         module = self._captured.common[name]

@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import collections
 import copy
+import threading
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
 import torch
 
+from flashrec import torch_private
 from flashrec.device import device_of
 from flashrec.errors import UsageError
 from flashrec.state import codec
-from flashrec.state.codec import Foreign
-from flashrec.state.layout import TensorSpec
+from flashrec.state.codec import Buffer, Foreign
+from flashrec.state.layout import Piece, TensorSpec
 
 DTYPES: dict[str, torch.dtype] = {
     str(value).removeprefix("torch."): value
@@ -28,9 +31,21 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that has this rank's bytes of `tensor` in its memory: a DTensor's shard (which may be empty),
+    else `tensor` itself."""
+    if not torch_private.is_dtensor(tensor):
+        return tensor
+    local = torch_private.local_shard(tensor)
+    # What a collective is still writing says so by its class; waiting is all it takes.
+    wait = getattr(local, "wait", None)
+    return local if wait is None else wait()
+
+
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
-    """The tensor's line in a layout. Raises UsageError, naming it, when its bytes cannot be moved as they
-    are."""
+    """The tensor's line in a layout; of a DTensor, that of this rank's shard. Raises UsageError, naming it, when
+    its bytes cannot be moved as they are."""
+    tensor = local_of(tensor)
     reason = None
     if isinstance(tensor, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)):
         reason = "it is not initialized yet: run the model once before protect()"
@@ -40,8 +55,8 @@ def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
         reason = "it is on the meta device and holds no values"
     elif tensor.dtype in _QUANTIZED:
         reason = f"it is quantized ({tensor.dtype})"
-    elif hasattr(tensor, "to_local"):
-        reason = "it is a DTensor; this release protects replicated state only"
+    elif hasattr(tensor, "__tensor_flatten__"):
+        reason = f"it is a {type(tensor).__name__}, made of other tensors; keep those as parameters instead"
     elif any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         reason = "its elements share memory (an expanded tensor): clone it first"
     if reason is not None:
@@ -97,11 +112,62 @@ def _rows(tensor: torch.Tensor, offset: int, size_bytes: int) -> tuple[torch.Ten
     return device_of(tensor).to_host(rows), rows, offset - first * row_bytes
 
 
+class LiveTensors:
+    """The bytes of some live tensors, piece by piece: piece numbers refer to `specs`.
+
+    Holds the tensors themselves: what replaces one of them later is not seen here. Any thread may read, and
+    write different pieces."""
+
+    def __init__(self, specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> None:
+        self._specs = specs
+        self._tensors = [local_of(tensor) for tensor in tensors]
+        # Where a tensor's memory is not one run of bytes, a piece is written by reading its surroundings and
+        # writing them back, and two threads could undo each other's work.
+        self._indirect_write = threading.Lock()
+
+    def read_piece(self, piece: Piece) -> memoryview:
+        """The piece's bytes: the tensor's own memory where it is contiguous on the host, else a copy."""
+        return read_bytes(self._tensor(piece), piece.offset, piece.size_bytes)
+
+    def piece_memory(self, piece: Piece) -> memoryview | None:
+        """The piece's memory itself, writable, or None where `write_piece` has to be used."""
+        tensor = self._tensor(piece)
+        direct = device_of(tensor).direct_bytes(tensor)
+        return None if direct is None else direct[piece.offset : piece.offset + piece.size_bytes]
+
+    def write_piece(self, piece: Piece, data: Buffer) -> None:
+        """Put the piece's bytes in place."""
+        if memoryview(data).nbytes != piece.size_bytes:
+            raise ValueError(f"{memoryview(data).nbytes} bytes for {piece}")
+        memory = self.piece_memory(piece)
+        if memory is not None:
+            memory[:] = data
+        else:
+            with self._indirect_write:
+                write_bytes(self._tensor(piece), piece.offset, data)
+
+    def _tensor(self, piece: Piece) -> torch.Tensor:
+        spec, tensor = self._specs[piece.tensor_index], self._tensors[piece.tensor_index]
+        if tensor.numel() * tensor.element_size() != spec.size_bytes:
+            raise UsageError(
+                f"{spec} has {tensor.numel() * tensor.element_size()} bytes now: it was resized in a step, which a "
+                "recovery cannot follow; put a new tensor in its place instead"
+            )
+        if piece.offset + piece.size_bytes > spec.size_bytes:
+            raise ValueError(f"{piece} reaches beyond {spec}")
+        return tensor
+
+
 class TorchHook:
     """Lets the codec carry tensors (as CPU tensors), parameters, dtypes, devices and sizes."""
 
     def to_foreign(self, obj: object) -> Foreign | None:
         if isinstance(obj, torch.Tensor):
+            if torch_private.is_dtensor(obj):
+                raise UsageError(
+                    "a DTensor is no part of common or private state; if it belongs to a module (an average of the "
+                    "weights), pass that as one more model"
+                )
             spec = spec_of("a tensor", obj)
             data = bytes(read_bytes(obj, 0, spec.size_bytes))
             kind = "torch.Parameter" if isinstance(obj, torch.nn.Parameter) else "torch.Tensor"

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from flashrec.errors import LayoutMismatch, ProtocolError, UsageError
-from flashrec.state import capture as capture_module
 from flashrec.state import codec
+from flashrec.state import tensors as tensors_module
 from flashrec.state.capture import Captured, capture
 from flashrec.state.layout import Layout, Piece, TensorSpec
 from flashrec.state.tensors import decode, encode, read_bytes, spec_of, write_bytes
@@ -164,6 +164,7 @@ def test_memory_shared_by_two_parameters_counts_once() -> None:
 def test_reading_a_contiguous_tensor_copies_nothing() -> None:
     model = nn.Linear(4, 4)
     captured = capture(model, torch.optim.SGD(model.parameters(), lr=1))
+    captured.layout()
     memory = captured.piece_memory(Piece(0, 16, 16))
     assert memory is not None
     with torch.no_grad():
@@ -178,10 +179,10 @@ def test_indirect_writes_exclude_each_other(monkeypatch: pytest.MonkeyPatch) -> 
     locks = []
 
     def write(tensor: torch.Tensor, offset: int, data: Any) -> None:
-        locks.append(target[2]._indirect_write.locked())
+        locks.append(target[2]._whole._indirect_write.locked())
         write_bytes(tensor, offset, data)
 
-    monkeypatch.setattr(capture_module, "write_bytes", write)
+    monkeypatch.setattr(tensors_module, "write_bytes", write)
     transfer(source[2], target[2])
     assert_same_state(source, target)
     assert len(locks) >= 2, "no tensor was written indirectly"
