@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.distributed import ProcessGroup, Work
 
-from flashrec.detached import perform, zero_integers
+from flashrec.detached import perform, tensors_in, zero_integers
 from flashrec.errors import UsageError
 from flashrec.latching import (
     FinishedWork,
@@ -152,7 +152,9 @@ class InPlaceGroup(ProcessGroup):
         inner = self.inner
         if inner is None:
             return self._alone(op, args + tuple(kwargs.values()), result)
-        entry = shared.recorder.expect(op, self._name) if shared.recorder is not None else None
+        recorder, entry = shared.recorder, None
+        if recorder is not None and (not recorder.told_only or tells(op, result)):
+            entry = recorder.expect(op, self._name)
         try:
             work = getattr(inner, op)(*args, **kwargs)
         except RuntimeError as error:
@@ -178,7 +180,8 @@ class InPlaceGroup(ProcessGroup):
 
     def _alone(self, op: str, args: tuple[Any, ...], result: Any) -> Work:
         player = self._shared.player
-        if player is not None and player.play(op, self._name, result):
+        plays = player is not None and (not player.told_only or tells(op, result))
+        if player is not None and plays and player.play(op, self._name, result):
             return FinishedWork(result, self._peer() if player.source is None else player.source)
         if op in _NEEDS_A_PEER and object_collective() is not None:
             root = getattr(args[-1], "rootRank", None)
@@ -268,6 +271,17 @@ class InPlaceGroup(ProcessGroup):
 
     def barrier(self, *args: Any, **kwargs: Any) -> Work:
         return self._collective("barrier", args, kwargs)
+
+
+def tells(op: str, result: Any) -> bool:
+    """Whether torch, or a library, is being told something by a peer on which its Python code will act.
+
+    Objects are; and integers that one peer sends, as pipelines vote on how to find their shapes out.
+    """
+    if object_collective() is not None:
+        return True
+    received = list(tensors_in(result)) if op in ("recv", "recv_anysource") else []
+    return bool(received) and not any(t.is_floating_point() or t.is_complex() for t in received)
 
 
 _POINT_TO_POINT = frozenset({"send", "recv", "recv_anysource"})

@@ -287,15 +287,16 @@ class GroupSet:
     def last_collective(self) -> str:
         return self._shared.last_collective
 
-    def record_to(self, path: Path | None) -> None:
-        """Record small results of the collectives from here on in `path` (replaced); None ends it."""
+    def record_to(self, path: Path | None, *, told_only: bool = False) -> None:
+        """Record small results of the collectives from here on in `path` (replaced); None ends it.
+        `told_only`: of those alone by which ranks tell each other what to do (see `prelude`)."""
         if self._shared.recorder is not None:
             self._shared.recorder.close()
-        self._shared.recorder = Recorder(path) if path is not None else None
+        self._shared.recorder = Recorder(path, told_only=told_only) if path is not None else None
 
-    def play_back(self, path: Path) -> None:
+    def play_back(self, path: Path, *, told_only: bool = False) -> None:
         """Give the results recorded in `path` to the coming collectives while detached."""
-        self._shared.player = Player(path)
+        self._shared.player = Player(path, told_only=told_only)
 
     # -- inside -------------------------------------------------------------------------------
 

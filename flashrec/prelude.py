@@ -2,8 +2,14 @@
 
 A script may exchange small things while it builds (a seed broadcast from rank 0, a vocabulary
 size). A replacement runs the same lines alone, so each rank's results are recorded, and given
-back to whoever takes that rank. The record is a file of msgpack maps, one per collective, in the
-order of issue:
+back to whoever takes that rank. There are two records:
+
+    until protect()     every collective
+    of the first step   with `told_only`: what tells a rank what to do, and is said once. That is objects, and
+                        integers from one peer; it is how the stages of a pipeline tell each other the
+                        shapes they will send. The rest of the step is data, which a rehearsal makes up.
+
+A record is a file of msgpack maps, one per collective, in the order of issue:
 
     {"op": str, "group": str, "source": int | nil, "results": [[dtype, shape, bytes], ...] | nil}
 
@@ -54,7 +60,8 @@ class Entry:
 class Recorder:
     """Writes a record. Thread-safe: completions also arrive on the transport's threads."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, told_only: bool = False) -> None:
+        self.told_only = told_only
         self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
         self._lock = threading.Lock()
         self._pending: deque[Entry] = deque()
@@ -96,7 +103,8 @@ class Recorder:
 class Player:
     """Gives a record back, in order, for as long as the script does what the record says."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, told_only: bool = False) -> None:
+        self.told_only = told_only
         self._entries: deque[dict[str, Any]] = deque(_read(path))
         self.source: int | None = None
 

@@ -780,6 +780,68 @@ def test_what_ranks_exchanged_is_played_back_to_a_replacement(tmp_path: Path) ->
     assert (tmp_path / "r2").stat().st_mode & 0o777 == 0o600
 
 
+def first_step(rank: Rank) -> dict[str, Any]:
+    """Data, among which there is what a library says only once."""
+    found: dict[str, Any] = {}
+    data = torch.ones(2) * rank.rank
+    dist.all_reduce(data)
+    after, before = (rank.rank + 1) % rank.size, (rank.rank - 1) % rank.size
+    vote, activation = torch.tensor([rank.rank + 10]), torch.ones(3) * rank.rank
+    words: list[Any] = [None]
+    for one, source in ((vote, "vote"), (activation, "activation")):
+        sending = dist.isend(one, after)
+        received = torch.zeros_like(one)
+        dist.recv(received, before)
+        assert sending is not None
+        sending.wait()
+        found[source] = received.tolist()
+    for turn in (0, 1):
+        if rank.rank % 2 == turn:
+            dist.send_object_list([{"shape": [rank.rank]}], after)
+        else:
+            dist.recv_object_list(words, before)
+    counts = torch.tensor([rank.rank])
+    dist.broadcast(counts, 0)
+    return found | {"data": data.tolist(), "words": words, "counts": counts.tolist()}
+
+
+def recording_what_is_told(rank: Rank, directory: Path) -> dict[str, Any]:
+    groups = formed(rank)
+    groups.record_to(directory / f"r{rank.rank}", told_only=True)
+    found = first_step(rank)
+    groups.record_to(None)
+    groups.close()
+    return found
+
+
+def playing_what_was_told(rank: Rank, directory: Path) -> tuple[list[dict[str, Any]], str]:
+    groups = started(rank)
+    found = []
+    for _ in range(2):  # a rehearsal may be done twice; each hears the same
+        groups.play_back(directory / f"r{rank.rank}", told_only=True)
+        found.append(first_step(rank))
+    with pytest.raises(UsageError, match="recv_object_list"):
+        first_step(rank)  # the record has ended
+    groups.close()
+    return found, "ended"
+
+
+def test_a_rehearsal_is_told_what_the_first_step_was_told_and_no_data(tmp_path: Path) -> None:
+    with Ranks() as ranks:
+        originals = ranks.results(ranks.start_all(recording_what_is_told, 4, tmp_path))
+        (first, second), _ = ranks.hear(ranks.start(playing_what_was_told, 2, 4, tmp_path))
+    assert originals[2] == {
+        "vote": [11],
+        "activation": [1.0] * 3,
+        "data": [6.0, 6.0],
+        "words": [{"shape": [1]}],
+        "counts": [0],
+    }
+    # A sum as if all held my data, a receive of nothing, and a broadcast that brought nothing.
+    made_up = {"activation": [0.0] * 3, "data": [8.0, 8.0], "counts": [2]}
+    assert first == second == originals[2] | made_up
+
+
 # -- a standby that is nobody yet -----------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashrec import prelude
+from flashrec import collectives, prelude
 from flashrec.prelude import Player, Recorder
 
 
@@ -120,3 +120,18 @@ def test_something_else_in_its_place_is_no_record(tmp_path: Path) -> None:
         (tmp_path / "r").write_bytes(content)
         assert not Player(tmp_path / "r").play("broadcast", "world", [torch.zeros(1)])
     assert Player(tmp_path / "nobody").remaining == 0
+
+
+@pytest.mark.parametrize(
+    ("op", "result", "tells"),
+    [
+        ("recv", [torch.zeros(1, dtype=torch.int32)], True),
+        ("recv_anysource", [torch.zeros(1, dtype=torch.bool)], True),
+        ("recv", [torch.zeros(1)], False),
+        ("recv", [torch.zeros(1, dtype=torch.complex64)], False),
+        ("send", None, False),
+        ("broadcast", [torch.zeros(1, dtype=torch.int64)], False),
+    ],
+)
+def test_integers_from_one_peer_tell_a_rank_what_to_do(op: str, result: object, tells: bool) -> None:
+    assert collectives.tells(op, result) == tells
