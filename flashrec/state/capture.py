@@ -112,6 +112,8 @@ class Captured:
         shown = [place for name, model in self._models.items() for place in places(name, model)]
         self._watch = Watch(self._parameters, shown, self._optimizers, include_grads=include_grads)
         self._held: list[_Held] = []
+        # Gradients of DTensors: how they are spread over the ranks only load_common_state knows.
+        self._prepared_grads: dict[str, torch.Tensor] = {}
         self._whole = LiveTensors([], [])
         self._sets: list[tuple[tuple[int, ...], list[_Held]]] = []
         self._rank_layout: RankLayout | None = None
@@ -215,10 +217,13 @@ class Captured:
         tensors = {one.spec.name: one.tensor for one in held}
         for state in self._optimizers:
             state.install(tensors)
+        self._prepared_grads = {}
         if self._include_grads:
             for name, parameter in self._parameters:
                 grad = tensors.get(f"{name}.grad")
-                if grad is not parameter.grad:
+                if torch_private.is_dtensor(parameter) and grad is not None:
+                    self._prepared_grads[name] = grad
+                elif grad is not parameter.grad:
                     parameter.grad = grad
         self._hold(held)
         self._watch.forget()
@@ -282,9 +287,10 @@ class Captured:
             state.load_common_state(optimizers[state.name])
         if self._include_grads:
             for name, parameter in self._parameters:
-                if name in grads and parameter.grad is not None:
+                if name in grads and name in self._prepared_grads:
                     described = grads[name] or description(parameter)
-                    parameter.grad = as_described(parameter.grad, parameter, described)
+                    parameter.grad = as_described(self._prepared_grads[name], parameter, described)
+            self._prepared_grads = {}
         self._watch.forget()
         for name, extra in self._common.items():
             # A copy: many load_state_dict keep what they are given, and a redo may load the same again.

@@ -181,10 +181,10 @@ def _tp(rank: int, *, sequence: bool = False, hint: bool = False, keep_grads: bo
         if name.startswith("model.down.bias"):
             return WORLD
         if sequence:
-            if name.startswith("model.norm") and name.endswith(".grad"):
-                grad = model.get_parameter(name.removeprefix("model.").removesuffix(".grad")).grad
-                assert grad is None or not grad.placements[0].is_shard()
-                return WORLD if grad is None or grad.placements[0].is_replicate() else (rank,)
+            # Autograd spreads gradients as the backward left them: the embedding's is summed already, the norm's
+            # is still a sum over ranks.
+            if name.endswith(".grad"):
+                return WORLD if name.startswith("model.embed") else (rank,)
             return WORLD if name.startswith("model.norm") else (rank,)
         return WORLD if hint else (rank,)
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -154,19 +153,24 @@ def all_cases(rank: Rank, names: list[str]) -> None:
             raise AssertionError(f"{name}: {error}") from error
 
 
-@pytest.fixture(scope="module")
-def results() -> Iterator[dict[str, list[dict[str, Any]]]]:
-    names = list(parallel_cases.CASES)
+FAMILIES = ["ddp", "fsdp", "hsdp", "tp", "zero", "stages", "hinted"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_state_moves_and_replica_sets_are_what_structure_says(family: str) -> None:
+    names = [name for name in parallel_cases.CASES if name.partition("-")[0] == family]
     with Ranks() as ranks:
         numbers = ranks.start_all(all_cases, SIZE, names)
-        yield {name: ranks.results(numbers) for name in names}
+        for _ in names:
+            check_together(ranks.results(numbers))
 
 
-@pytest.mark.parametrize("name", parallel_cases.CASES)
-def test_state_moves_and_replica_sets_are_what_structure_says(
-    results: dict[str, list[dict[str, Any]]], name: str
-) -> None:
-    found = results[name]
+def test_every_case_is_in_a_family() -> None:
+    assert {name.partition("-")[0] for name in parallel_cases.CASES} == set(FAMILIES)
+
+
+def check_together(found: list[dict[str, Any]]) -> None:
+    """What the ranks of one case say is true of all of them together."""
     layouts = [RankLayout.from_bytes(one["layout"]) for one in found]
     for one, other in itertools.combinations(layouts, 2):
         assert one.disagreement(other) is None
