@@ -14,18 +14,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flashrec import phases as ph
+from flashrec.assembly import Assembly
 from flashrec.beacon import Beacon
 from flashrec.data import Feed
 from flashrec.errors import GroupsAborted, RecoveryFailed, StepAbandoned, UsageError
-from flashrec.gate import Gate, open_gate
-from flashrec.groups import GateBroken, GroupSet
+from flashrec.groups import GroupSet
+from flashrec.keeping import Keeper
 from flashrec.link import DaemonLost, Incoming, Link
 from flashrec.protected import ProtectedState
 from flashrec.protocol import messages as msg
 from flashrec.protocol.phase import IN_BODY, Phase
-from flashrec.rendezvous import RendezvousStore
-from flashrec.state.private_slots import PrivateSlots
 from flashrec.state.pull import PullCancelled, Puller
+
+COMMUNICATES = "collectives run between the gate and the end of a step, so that a failure there tears ranks"
 
 
 class Engine:
@@ -38,7 +39,6 @@ class Engine:
         self.shm_dir = Path(link.welcome.shm_dir)
         self.replacement = link.welcome.replacement
         self.state: ProtectedState | None = None
-        self.feed: Feed | None = None
         self.rehearsing = False
         self.in_section = False
         self.loop_begun = False
@@ -46,20 +46,20 @@ class Engine:
         self.asked_for_step = False  # current_step() was called since the last step
         self._entered: int | None = None
         self._machine: ph.RankMachine | None = None
-        self._private: PrivateSlots | None = None
+        self._keeper: Keeper | None = None
+        self._feed: Feed | None = None
         self.beacon = Beacon()
-        self._store: RendezvousStore | None = None
-        self._gate: Gate | None = None
-        self._sources: tuple[int, ...] = ()
+        self._assembly = Assembly(link, groups, self.shm_dir, self.world_size)
+        self._gate_passed_at = 0  # collectives issued by then
+        self._regime_known = False
         self._rehearsed_ns = 0
         self._num_rehearsals = 0
         self._pulled_ns = 0
         self._report_commit = True
-        self._start_sealed = False
         self._warned: set[str] = set()
         self._main_thread = threading.get_ident()
-        link.on_abort = self._abort_now
-        link.on_value = self._on_value
+        link.on_abort = self._assembly.abort
+        link.on_value = self._assembly.take_value
         link.on_inspect = self._on_inspect
         groups.on_latch = self._on_latch
 
@@ -97,15 +97,33 @@ class Engine:
         phase = Phase.BUILDING if self.replacement else Phase.STARTING
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0", ROLE_RANK=str(rank))
         self._machine = ph.RankMachine(ph.RankState(rank, phase, generation))
-        self._private = PrivateSlots(self.shm_dir / "private", rank)
+        job = self.link.welcome.job
+        self._keeper = Keeper(self.shm_dir, job, rank, self.world_size, fresh=not self.replacement)
+        self._keeper.feed = self._feed
         self.beacon.light(self.shm_dir, rank)
         self.beacon.show(self._machine.state, self.attempt)
+
+    @property
+    def feed(self) -> Feed | None:
+        """The data of the loop over steps, once there is one."""
+        return self._feed
+
+    @feed.setter
+    def feed(self, feed: Feed) -> None:
+        self._feed = feed
+        if self._keeper is not None:
+            self._keeper.feed = feed
+
+    @property
+    def num_installs(self) -> int:
+        """How often this process has become a version that it was not at: its data position moved."""
+        return self._keeper.num_installs if self._keeper is not None else 0
 
     def form_first(self) -> None:
         """Connect the world of a job that starts. If somebody dies meanwhile the daemon ends this process."""
         assert self._machine is not None
         try:
-            self._form(self._machine.state.generation)
+            self._assembly.form(self.rank, self._machine.state.generation)
         except GroupsAborted:
             while not isinstance(self.link.receive(), DaemonLost):
                 pass
@@ -117,10 +135,16 @@ class Engine:
         self.state = state
         if self._machine is None:
             return
-        digest = state.publish_layout(self.shm_dir, self.rank)
+        assert self._keeper is not None
+        self._keeper.state = state
+        state.publish_layout(self.shm_dir, self.rank)
         if not self.replacement:
             self._handle(ph.Protected())
-        self.link.send(msg.Protected(self.link.proc, digest))
+        self._why_sealed = state.why_sealed()
+        claims, arena_bytes = state.claims(), state.arena_bytes()
+        self.link.send(msg.Protected(self.link.proc, claims, self._why_sealed, arena_bytes))
+        if not self.replacement:
+            self._await(lambda: self._regime_known)
 
     @property
     def must_rehearse(self) -> bool:
@@ -137,13 +161,36 @@ class Engine:
             self.groups.act_as(0)
 
     def catch_up(self) -> None:
-        """A replacement that has rehearsed waits here until it holds the plan's version. Then private state is
-        checked: it was sealed in the last gate, and is what the next step starts from."""
+        """Between steps. A failure that is known is recovered from, which may lead back to an earlier version; a
+        replacement that has rehearsed waits until it holds the plan's. Then private state is checked: it was sealed
+        in the last gate, and is what the next step starts from."""
         self._refuse_nesting()
+        self._recover()
+        self.check_quiet()
+
+    def _recover(self) -> None:
         self._drain()
-        if self.phase is not Phase.IDLE:
-            self._await(lambda: self.phase is Phase.IDLE)
-        self._check_quiet()
+        while True:
+            if self.phase is Phase.IDLE:
+                self._handle(ph.Settle())
+            if self.phase is Phase.IDLE and not self._unsettled():
+                return
+            if self.phase is not Phase.IDLE:
+                self._await(lambda: self.phase is Phase.IDLE)
+
+    def _unsettled(self) -> bool:
+        assert self._machine is not None
+        state = self._machine.state
+        return state.latched or state.plan is not None or state.version is None
+
+    def close_loop(self) -> bool:
+        """The loop over steps is at its end: in the sealed regime every rank must have sealed the last version before
+        any may go on. False: a failure led back to an earlier step."""
+        assert self._machine is not None
+        goal = self.version
+        self._handle(ph.Close())
+        self._recover()
+        return self.version == goal and (self._machine.state.closed or not self._machine.state.sealing)
 
     def expected_step(self) -> int:
         """The step that comes next; a replacement learns it from its plan, before it holds the state."""
@@ -155,8 +202,8 @@ class Engine:
             self._await(lambda: self._machine is not None and self._machine.state.plan is not None)
             assert self._machine.state.plan is not None
             return self._machine.state.plan.version
-        if self.phase in (Phase.BUILDING, Phase.REFORMING):
-            self._await(lambda: self.phase is Phase.IDLE)
+        if self.phase not in IN_BODY:
+            self._recover()
         assert self.version is not None
         return self.version
 
@@ -165,6 +212,7 @@ class Engine:
         if self.rehearsing:
             return
         self._refuse_nesting()
+        self._drain()
         self._settle(ph.Enter())
         self.attempt = self.attempt + 1 if self.version == self._entered else 0
         self._entered = self.version
@@ -183,8 +231,14 @@ class Engine:
             return
         if self.phase is Phase.BUILDING and not self._machine.state.rehearsed:
             self._handle(ph.Rehearsed())  # a script that takes no step has nothing to rehearse
+        version = self.version
         self._settle(ph.Leave())
         while not self.is_at(Phase.GONE) and not self.link.daemon_lost:
+            if version is not None and self.version is not None and self.version < version:
+                raise RecoveryFailed(
+                    f"rank {self.rank}: version {version} was lost with another rank, and the loop that would make it "
+                    f"again from version {self.version} is over: a replacement runs the script anew"
+                )
             self._take(self.link.receive())
 
     def _settle(self, event: ph.Enter | ph.Leave) -> None:
@@ -211,6 +265,7 @@ class Engine:
             self._await(lambda: not self.is_at(Phase.HELD))
         if self.is_at(Phase.UNWINDING):
             raise StepAbandoned("a failure elsewhere: this step is redone")
+        self._gate_passed_at = self.groups.collectives
 
     def applied(self) -> None:
         if not self.rehearsing and self.phase is Phase.APPLYING:
@@ -228,8 +283,9 @@ class Engine:
             except StepAbandoned as abandoned:
                 error = abandoned
         if error is None and self.phase is Phase.TAIL:
-            self._handle(ph.Exit())
-            return False
+            self._handle(ph.Exit(self.groups.collectives > self._gate_passed_at))
+            # Neither this version nor the next: what the step did is void here.
+            return self.version is None
         latched = self._machine is not None and self._machine.state.latched
         if self.phase is Phase.UNWINDING or (self.phase is Phase.COMPUTING and latched):
             if error is not None and not isinstance(error, StepAbandoned | Exception):
@@ -269,20 +325,14 @@ class Engine:
             if self._take(self.link.receive()):
                 raise SystemExit(0)  # nobody is left who could need this process
 
-    def _check_quiet(self) -> None:
+    def check_quiet(self) -> None:
         """If the script changed private state after it was sealed, say what, and seal it again."""
-        assert self.state is not None
         assert self._machine is not None
-        assert self._private is not None
-        if self._machine.state.dirty:
+        assert self._keeper is not None
+        state = self._machine.state
+        if state.dirty:
             return  # an abandoned body changed it, and the redo puts it back: what was sealed before holds
-        disturbed = self.state.disturbed()
-        if not disturbed and (self._start_sealed or self.version != 0):
-            return
-        self._start_sealed = True
-        version = self._machine.state.version or 0
-        payload = self.state.seal_private(self.feed, version=version, provisional=False)
-        self._private.seal(version, self._machine.state.generation, payload, again=True)
+        disturbed = self._keeper.check_quiet(state.version or 0, state.generation)
         if disturbed:
             self.warn_once(
                 "disturbed",
@@ -311,9 +361,18 @@ class Engine:
                     self._handle(ph.Latch(message.generation))
             case ph.Latch():
                 self._handle(message)
+            case msg.Regime():
+                self._regime_known = True
+                self._handle(ph.Regime(message.sealing))
             case msg.ResumePlan():
-                self._sources = message.sources
-                self._handle(ph.Plan(message.generation, message.version, message.replaced))
+                plan = (
+                    message.generation,
+                    message.version,
+                    message.replaced,
+                    message.served,
+                    message.sealing,
+                )
+                self._handle(ph.Plan(*plan))
             case msg.Assign():
                 self.groups.assign_rank(message.rank)
                 self.assign(message.rank, message.generation)
@@ -336,26 +395,11 @@ class Engine:
 
     def _on_latch(self, reason: str) -> None:
         """A collective failed: the machine hears of it at the next safe point, whoever waits for me at once."""
-        gate = self._gate
-        if gate is not None:
-            gate.abort(reason)
+        self._assembly.break_gate(reason)
         machine = self._machine
         if machine is not None and machine.state.phase is not Phase.STARTING:
             self.link.post(ph.Latch(machine.state.generation))
             self.note("collective failed", reason)
-
-    def _abort_now(self, generation: int, reason: str) -> None:
-        """End every wait of `generation`, or of the forming of it."""
-        # The groups first: a gate that is opened later belongs to a form() that fails by this.
-        self.groups.abort(reason, generation)
-        gate = self._gate
-        if gate is not None and gate.generation <= generation:
-            gate.abort(reason)
-
-    def _on_value(self, value: msg.Value) -> None:
-        store = self._store
-        if store is not None:
-            store.take(value)
 
     def _on_inspect(self) -> None:
         frame = sys._current_frames().get(self._main_thread)
@@ -385,27 +429,28 @@ class Engine:
     def _execute(self, action: ph.Action) -> bool:
         """False: what follows in the same list is void, because the forming was given up."""
         assert self._machine is not None
-        assert self._private is not None
+        assert self._keeper is not None
         assert self.state is not None
-        machine = self._machine.state
+        machine, keeper = self._machine.state, self._keeper
         match action:
             case ph.Seal():
                 # By protect(): the script may still seed its generators.
                 provisional = machine.phase is Phase.IDLE
-                payload = self.state.seal_private(self.feed, version=action.version, provisional=provisional)
-                self._private.seal(action.version, machine.generation, payload)
+                keeper.seal_private(action.version, machine.generation, provisional=provisional)
+            case ph.BeginSeal():
+                keeper.begin_seal(action.version, machine.generation)
+            case ph.FinishSeal():
+                keeper.finish_seal()
             case ph.Vote():
-                self._handle(ph.Verdict(self._vote()))
+                self._handle(self._vote())
             case ph.Report():
-                phase, now = machine.phase.name, time.monotonic_ns()
-                self.link.send(msg.Parked(self.link.proc, *action, phase, now))
+                self.link.send(msg.Parked(self.link.proc, *action, time.monotonic_ns()))
             case ph.NoteRedo():
                 self.state.redo.note()
             case ph.PutBack():
                 self.state.redo.put_back()
             case ph.DiscardAbove():
-                self._private.discard_above(action.version)
-                self.state.forget_sealed(action.version)
+                keeper.discard_above(action.version)
             case ph.Serve():
                 self._serve(action.plan)
             case ph.Install():
@@ -439,54 +484,45 @@ class Engine:
         self._handle(event)
         return True
 
-    def _vote(self) -> bool | None:
+    def _vote(self) -> ph.Verdict:
+        """The agreement of [nothing failed here, my version, the live regime does]."""
         assert self._machine is not None
-        assert self._gate is not None
-        try:
-            agreed = self._gate.agree([int(self.groups.latched is None), self._machine.state.version or 0])
-        except GateBroken as broken:
-            # Nobody shall wait in a collective for a rank that waits for a plan.
-            self.groups.abort(str(broken), self._gate.generation)
-            return None
-        return agreed[0] == 1
+        state = self._machine.state
+        live = not (state.sealing or state.communicates)
+        agreed = self._assembly.agree([int(self.groups.latched is None), state.version or 0, int(live)])
+        if agreed is None:
+            return ph.Verdict(None)
+        passed, sealing = agreed[0] == 1, agreed[2] == 0
+        if passed and sealing and not state.sealing:
+            self.link.send(msg.Switched(self.link.proc, COMMUNICATES))
+        return ph.Verdict(passed, sealing)
 
     def _reform(self, generation: int) -> None:
         assert self._machine is not None
         assert self.state is not None
         assert self._machine.state.plan is not None
         self.state.settle_buckets(self._machine.state.plan.version)
-        self._form(generation)
+        self._assembly.form(self.rank, generation)
         times = (self._pulled_ns, self._rehearsed_ns, time.monotonic_ns())
-        self.link.send(msg.Formed(self.link.proc, generation, self.state.bucket_digest(), *times))
+        self.link.send(msg.Formed(self.link.proc, generation, self.state.bucket_digests(), *times))
         self._report_commit = True
 
-    def _form(self, generation: int) -> None:
-        store = RendezvousStore(self.link.proc, generation, self.link.send)
-        self._store = store
-        if self._gate is not None:
-            self._gate.close()
-        self._gate = open_gate(self.groups, self.shm_dir, self.rank, self.world_size, generation)
-        self.groups.form(store, generation)
-
     def _serve(self, plan: ph.Plan) -> None:
-        assert self.state is not None
-        part, num_parts = self._sources.index(self.rank), len(self._sources)
-        manifest = self.state.export(self.shm_dir, plan.generation, plan.version, self.rank, part, num_parts)
-        self.link.send(
-            msg.Exported(self.link.proc, plan.generation, self.rank, manifest, time.monotonic_ns())
-        )
+        assert self._keeper is not None
+        served = self._keeper.serve(plan)
+        if served is not None:
+            self.link.send(
+                msg.Exported(self.link.proc, plan.generation, self.rank, served, time.monotonic_ns())
+            )
 
     def _install(self, plan: ph.Plan) -> None:
-        assert self.state is not None
-        assert self._private is not None
-        self.state.install_private(self._private.read(plan.version), self.feed, self.rank, self.world_size)
-        parts = self.link.parts.wait(plan.generation, self._sources)
-        remote = self.link.welcome.shard_address if self.link.welcome.pull == "zmq" else None
-        puller = Puller(lambda: self.link.parts.aborted(plan.generation))
-        report = self.state.install_tensors(parts, plan, puller, remote)
-        for refused in report.refused:
+        assert self._keeper is not None
+        parts, keeper = self.link.parts, self._keeper
+        servers = keeper.servers(plan)
+        address = self.link.welcome.shard_address if self.link.welcome.pull == "zmq" else None
+        puller = Puller(lambda: parts.aborted(plan.generation))
+        for refused in keeper.install(plan, lambda: parts.wait(plan.generation, servers), puller, address):
             self.note("source refused", refused)
-        self._start_sealed = True
         self._pulled_ns = time.monotonic_ns()
 
     def _commit(self, version: int) -> None:
@@ -499,7 +535,7 @@ class Engine:
         self.beacon.show(self._machine.state, self.attempt)
 
     def close(self) -> None:
-        if self._gate is not None:
-            self._gate.close()
-        self.groups.close()
+        if self._keeper is not None:
+            self._keeper.close()
+        self._assembly.close()
         self.beacon.close()

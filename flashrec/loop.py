@@ -93,11 +93,13 @@ class OwnStep(AbstractContextManager[Step]):
                 "redone. Or use flashrec.steps(loader, total), or decorate a function with flashrec.step()"
             )
         engine.asked_for_step = False
-        self._step = Step(engine, engine.expected_step())
         if engine.must_rehearse:
+            self._step = Step(engine, engine.expected_step())
             engine.begin_rehearsal()
         else:
-            engine.catch_up()
+            # No recovery here: it may lead back to an earlier step, and the script has this one's batch already.
+            engine.check_quiet()
+            self._step = Step(engine, engine.version or 0)
         return self._step.__enter__()
 
     def __exit__(
@@ -107,19 +109,24 @@ class OwnStep(AbstractContextManager[Step]):
         return self._step.__exit__(kind, error, trace)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+
         @functools.wraps(function)
         def whole_step(*args: P.args, **kwargs: P.kwargs) -> R:
-            first: int | None = None
+            wanted = self._engine_of().expected_step()
+            calls[wanted] = args, kwargs
+            calls.pop(wanted - 2, None)  # no failure leads back further than one step
             while True:
+                engine = self._engine_of()
+                index = engine.expected_step()
+                if index not in calls:
+                    raise RecoveryFailed(
+                        f"called for step {wanted}, but the job goes on at step {index}: these arguments do not belong to it"
+                    )
                 with OwnStep(self._engine_of, keeps_arguments=True) as step:
-                    if first is not None and step.index != first:
-                        raise RecoveryFailed(
-                            f"called for step {first}, but the job goes on at step {step.index}: these arguments "
-                            "do not belong to it"
-                        )
-                    first = step.index
-                    result = function(*args, **kwargs)
-                if step.committed:
+                    used, named = calls[index]
+                    result = function(*used, **named)
+                if step.committed and index == wanted:
                     return result
 
         return whole_step

@@ -36,7 +36,10 @@ class Parts:
         return self._aborted >= generation
 
     def wait(self, generation: int, ranks: Sequence[int]) -> list[bytes]:
-        """The manifests of `ranks`, in order. GroupsAborted when the generation is given up meanwhile."""
+        """The manifests of `ranks`, in order; at once if there are none. GroupsAborted when the generation is given up
+        meanwhile."""
+        if not ranks:
+            return []
         with self._changed:
 
             def complete() -> bool:

@@ -72,8 +72,8 @@ from flashrec.protocol.phase import Phase
 __all__ = [
     "TABLE", "Abandon", "Action", "Applied", "Apply", "BeginSeal", "Close", "Commit", "DiscardAbove", "Enter",
     "Event", "Exit", "FinishSeal", "Form", "Formed", "GateReached", "IllegalTransition", "Install", "Installed",
-    "Latch", "Leave", "Linger", "NoteRedo", "Phase", "Plan", "Protected", "PutBack", "Regime", "RankMachine", "RankState",
-    "Rehearsed", "Released", "Report", "Seal", "Serve", "Settle", "Verdict", "Vote", "transition",
+    "Latch", "Leave", "Linger", "NoteRedo", "Phase", "Plan", "Protected", "PutBack", "RankMachine", "RankState",
+    "Regime", "Rehearsed", "Released", "Report", "Seal", "Serve", "Settle", "Verdict", "Vote", "transition",
 ]  # fmt: skip
 
 
@@ -151,7 +151,8 @@ def _close(state: RankState, event: Close | Leave) -> Outcome:
         return _settle(state, event)
     if state.sealing and not state.closed:
         version = _held(state)
-        return replace(state, phase=Phase.CLOSING), (BeginSeal(version), FinishSeal(version), Vote())
+        actions = (NoteRedo(), BeginSeal(version), FinishSeal(version), Vote())
+        return replace(state, phase=Phase.CLOSING), actions
     return _closed(state)
 
 
@@ -245,17 +246,22 @@ def _plan_held(state: RankState, event: Plan) -> Outcome:
     state = replace(state, generation=event.generation, plan=event)
     if event.version == _held(state) + 1 and _can_advance(state):
         return replace(state, phase=Phase.APPLYING), (Apply(),)
-    if event.version <= _held(state):
-        return replace(state, phase=Phase.UNWINDING), (Abandon(),)
-    raise IllegalTransition(f"{event} for rank {state.rank}, which holds {state.version} or the next")
+    _at_most_one_behind(state, event)
+    # This version again; or, installed, an earlier one, or the next, where applying cannot be done alone.
+    return replace(state, phase=Phase.UNWINDING), (Abandon(),)
 
 
 def _plan_parked(state: RankState, event: Plan) -> Outcome:
     if event.generation <= state.generation:
         return state, ()
-    if event.version > _held(state):
-        raise IllegalTransition(f"{event} for rank {state.rank}, which holds {state.version}")
+    _at_most_one_behind(state, event)
     return _reform(replace(state, generation=event.generation, plan=event))
+
+
+def _at_most_one_behind(state: RankState, event: Plan) -> None:
+    """A gate needs every rank, so nobody can be further ahead of this one."""
+    if event.version > _held(state) + 1:
+        raise IllegalTransition(f"{event} for rank {state.rank}, which holds {state.version}")
 
 
 def _plan_building(state: RankState, event: Plan) -> Outcome:
@@ -279,12 +285,10 @@ def _reform(state: RankState) -> Outcome:
         put_back: tuple[Action, ...] = (PutBack(),) if state.dirty else ()
         serve: tuple[Action, ...] = (Serve(plan),) if plan.replaced else ()
         first = (*put_back, DiscardAbove(plan.version), *serve)
-    elif state.version is None or state.version > plan.version:
+    else:
         # From the first byte on it is a mixture, until all is there.
         state = replace(state, version=None, rehearsed=True)
         first = (DiscardAbove(plan.version), Install(plan))
-    else:
-        raise IllegalTransition(f"{plan} for rank {state.rank}, which holds {state.version}")
     state = replace(state, phase=Phase.REFORMING, latched=False, dirty=False, sealing=plan.sealing)
     return state, (*first, Form(plan.generation))
 

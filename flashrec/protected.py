@@ -5,29 +5,34 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from flashrec import torch_private
 from flashrec.data import Feed
 from flashrec.errors import RecoveryFailed, UsageError
-from flashrec.phases import Plan
+from flashrec.happenings import Plan
 from flashrec.state import tensors
 from flashrec.state.capture import capture
-from flashrec.state.export import export
+from flashrec.state.export import PieceReader, export
 from flashrec.state.files import write_whole
-from flashrec.state.layout import Layout
-from flashrec.state.manifest import ExportManifest, Source, export_path
+from flashrec.state.layout import Layout, RankLayout, ReplicaSet
+from flashrec.state.manifest import Part, export_path
 from flashrec.state.private import PrivateState, Redo
-from flashrec.state.pull import Puller, PullReport
+from flashrec.state.pull import Puller
+from flashrec.state.replication import ranks_of
 
 MAX_PRIVATE_BYTES = 1 << 30
 MAX_COMMON_BYTES = 16 << 20
-MAX_PART_BYTES = 64 << 20
+ALL_RANKS = "all-ranks"
+SURVIVE = ("ranks", ALL_RANKS)
 PULL_DEADLINE_S = 600.0
 
 
 class ProtectedState:
-    """The state of one rank as flashrec sees it; nothing here runs a collective."""
+    """The state of one rank as flashrec sees it; nothing here runs a collective.
+
+    `rank` None: a built standby that holds none yet. `survive`: one of SURVIVE."""
 
     def __init__(
         self,
@@ -35,11 +40,26 @@ class ProtectedState:
         optimizers: Sequence[torch.optim.Optimizer],
         private: Mapping[str, Any],
         common: Mapping[str, Any],
+        *,
+        rank: int | None,
+        world_size: int,
+        replicated_over: Any = None,
+        survive: str = "ranks",
     ) -> None:
         self.models = list(models)
         self.optimizers = list(optimizers)
+        self._world = tuple(range(world_size))
+        self._survive = survive
         # A script may zero its gradients in place, or at the start of a step, or let them add up.
-        self.captured = capture(self.models, self.optimizers, include_grads=True, common=common)
+        self.captured = capture(
+            self.models,
+            self.optimizers,
+            include_grads=True,
+            common=common,
+            rank=rank,
+            world_size=world_size,
+            replicated_over=replicated_over,
+        )
         self.private = PrivateState(self.models, private)
         self.redo = Redo(self.private, self.captured)
         self._bucket_views: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
@@ -76,12 +96,49 @@ class ProtectedState:
 
     # --- layout -------------------------------------------------------------------------------------------
 
-    def publish_layout(self, shm_dir: Path, rank: int) -> str:
-        """Write the description others can compare with; returns its digest."""
-        layout = self.captured.layout()
-        described = layout.to_bytes()
+    def publish_layout(self, shm_dir: Path, rank: int) -> None:
+        """Write the description others can compare with."""
+        self.captured.take_rank(rank)
+        described = self.captured.rank_layout().to_bytes()
         write_whole(shm_dir / "layout" / f"r{rank}", [described], len(described))
-        return layout.digest
+
+    def claims(self) -> tuple[tuple[tuple[int, ...], str], ...]:
+        """(ranks that hold the same bytes, digest of their layout) for each replica set, to come ones included."""
+        layout = self.captured.rank_layout()
+        claims = [(one.ranks, one.layout.digest) for one in layout.sets]
+        alone = (layout.rank,)
+        if self._has_sharded_optimizer() and alone not in (ranks for ranks, _ in claims):
+            claims.append((alone, ""))  # there is no state before the first step
+        return tuple(claims)
+
+    def why_sealed(self) -> str:
+        """What the live regime would not protect, in words; "" if it protects all."""
+        if self._survive == ALL_RANKS:
+            return "the script asks for it: protect(survive='all-ranks')"
+        if len(self._world) == 1:
+            return "there is one rank, so no other holds its state"
+        for one in self.captured.rank_layout().sets:
+            if one.ranks != self._world:
+                name = one.layout.specs[0].name
+                alone = len(one.ranks) == 1
+                return (
+                    f"{name!r} is held by rank {one.ranks[0]} alone"
+                    if alone
+                    else (f"{name!r} is held by ranks {list(one.ranks)} only")
+                )
+        if self._has_sharded_optimizer():
+            return "each rank holds a part of the state of ZeroRedundancyOptimizer"
+        return ""
+
+    def arena_bytes(self) -> int:
+        """Shared memory that sealing takes on this rank: twice what it seals, once there is optimizer state."""
+        owned = self.captured.rank_layout().owned_bytes
+        return 2 * (owned + (self.captured.sealing_estimate() or 0))
+
+    def _has_sharded_optimizer(self) -> bool:
+        return len(self._world) > 1 and any(
+            isinstance(one, ZeroRedundancyOptimizer) for one in self.optimizers
+        )
 
     # --- private state ------------------------------------------------------------------------------------
 
@@ -115,49 +172,74 @@ class ProtectedState:
 
     # --- tensor and common state --------------------------------------------------------------------------
 
+    def sealed_parts(self) -> tuple[RankLayout, list[PieceReader]]:
+        """The layout of the tensors as they are at the Enter of a step, and their bytes, which stay those until the
+        gate: gradients, which do not, are read from what the redo has noted."""
+        self.captured.refresh()
+        layout = self.captured.rank_layout()
+        return layout, [self.redo.reader(self.captured, index) for index in range(len(layout.sets))]
+
+    def sealed_common(self) -> bytes:
+        """Common state as the redo has noted it."""
+        return tensors.encode(self.redo.common_state())
+
+    def load_common(self, blob: bytes) -> None:
+        self.captured.load_common_state(tensors.decode(blob, MAX_COMMON_BYTES << 1))
+
+    @staticmethod
+    def replica_set(ranks: tuple[int, ...], layout: bytes) -> ReplicaSet:
+        return ReplicaSet(ranks, Layout.from_bytes(layout))
+
     def export(
-        self, shm_dir: Path, generation: int, version: int, rank: int, part: int, num_parts: int
-    ) -> bytes:
-        """Put part `part` of `num_parts` of the tensor state into shared memory; returns what a puller needs."""
-        layout = self.captured.layout()
+        self,
+        shm_dir: Path,
+        plan: Plan,
+        rank: int,
+        ranks: tuple[int, ...],
+        index: int,
+        part: int,
+        num_parts: int,
+    ) -> dict[str, Any]:
+        """Put part `part` of `num_parts` of the tensors of the replica set `ranks`, the `index`-th that the plan wants
+        served, into shared memory; returns what a puller needs."""
+        self.captured.refresh()
+        sets = self.captured.rank_layout().sets
+        position = next(i for i, one in enumerate(sets) if one.ranks == ranks)
+        layout = sets[position].layout
         manifest = export(
-            self.captured,
+            self.captured.of_set(position),
             layout.split(num_parts)[part],
-            export_path(shm_dir, generation, rank),
+            export_path(shm_dir, plan.generation, rank, index),
             rank=rank,
-            version=version,
-            generation=generation,
+            version=plan.version,
+            generation=plan.generation,
             layout_digest=layout.digest,
         )
-        described = {
+        return {
+            "ranks": list(ranks),
             "manifest": manifest.to_wire(),
             "layout": layout.to_bytes() if part == 0 else None,
-            "common": self.captured.common_state() if part == 0 else None,
         }
-        return tensors.encode(described)
 
     def install_tensors(
-        self, parts: Sequence[bytes], plan: Plan, puller: Puller, address: str | None
-    ) -> PullReport:
-        """Pull every part, verified, into the live tensors; then load the common state.
-
-        `address`: of the shard server to pull through; None: from this node's shared memory."""
-        described = [tensors.decode(part, MAX_PART_BYTES) for part in parts]
-        layout = Layout.from_bytes(described[0]["layout"])
+        self, layout: RankLayout, parts: Sequence[Sequence[Part]], plan: Plan, puller: Puller
+    ) -> list[str]:
+        """Pull the parts of each replica set of `layout`, verified, into the live tensors. Returns what was refused."""
         for parameter, grad in self._bucket_views:
             parameter.grad = grad
         self.captured.prepare(layout)
-        manifests = [ExportManifest.from_wire(part["manifest"]) for part in described]
-        report = puller.pull(
-            self.captured,
-            layout,
-            [[Source(manifest, address)] for manifest in manifests],
-            version=plan.version,
-            generation=plan.generation,
-            deadline_s=PULL_DEADLINE_S,
-        )
-        self.captured.load_common_state(described[0]["common"])
-        return report
+        refused: list[str] = []
+        for index, (one, sources) in enumerate(zip(layout.sets, parts, strict=True)):
+            report = puller.pull(
+                self.captured.of_set(index),
+                one.layout,
+                sources,
+                version=plan.version,
+                generation=plan.generation,
+                deadline_s=PULL_DEADLINE_S,
+            )
+            refused += report.refused
+        return refused
 
     # --- gradient buckets -----------------------------------------------------------------------------------
 
@@ -197,8 +279,12 @@ class ProtectedState:
                 )
             torch_private.settle_buckets(ddp, version)
 
-    def bucket_digest(self) -> str:
-        return "/".join(torch_private.bucket_digest(ddp) for ddp in self._ddp)
+    def bucket_digests(self) -> str:
+        """ "NAME=DIGEST" for each DistributedDataParallel, separated by "/"; the name tells whose must be equal."""
+        return "/".join(
+            f"{index}-{'.'.join(map(str, ranks_of(ddp.process_group)))}={torch_private.bucket_digest(ddp)}"
+            for index, ddp in enumerate(self._ddp)
+        )
 
 
 def named_extras(private: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from flashrec.errors import UsageError
 from flashrec.groups import GroupSet
 from flashrec.link import attached
 from flashrec.loop import OwnStep, Section, Step, install_gate, mark_backward
-from flashrec.protected import MAX_PRIVATE_BYTES, ProtectedState, as_list, named_extras
+from flashrec.protected import MAX_PRIVATE_BYTES, SURVIVE, ProtectedState, as_list, named_extras
 from flashrec.protocol import messages as msg
 from flashrec.protocol.phase import IN_BODY, Phase
 from flashrec.state import tensors
@@ -104,15 +104,27 @@ def _on_collective(name: str) -> None:
         engine.warn_once("outside", f"{name} runs outside a step; put it into `with flashrec.section():`")
 
 
-def protect(*, model: Any, optimizer: Any, private: Any = None, **common: Any) -> None:
+def protect(
+    *,
+    model: Any,
+    optimizer: Any,
+    private: Any = None,
+    replicated_over: Any = None,
+    survive: str = "ranks",
+    **common: Any,
+) -> None:
     """Tell flashrec what the state is. Call it once, after everything is built and before the first step.
 
     model, optimizer: one torch.nn.Module / torch.optim.Optimizer, or several.
     private: what differs by rank besides random state, module buffers and data position: an object with
         state_dict/load_state_dict, or a mapping of names to such objects.
+    replicated_over: the process group whose ranks hold equal values of the plain tensors of which structure does not
+        tell (tensor parallelism's norms, say), or {module: group}. Without it each rank keeps its own copy of them.
+    survive: "ranks": as many losses as the parallelism bears, at the least cost; "all-ranks": also the death of all of
+        them at once, for which every version is sealed in shared memory.
     common: what is equal on all ranks (scheduler=..., scaler=..., ema=...): anything with state_dict/load_state_dict.
 
-    Raises UsageError when called twice or for something without these methods, LayoutMismatch (at a replacement)
+    Returns when every rank has called it. Raises UsageError when called twice or for something without these methods, LayoutMismatch (at a replacement)
     when the state differs from that of the other ranks, EnvironmentFault when shared memory is full.
     """
     engine = _engine()
@@ -120,7 +132,18 @@ def protect(*, model: Any, optimizer: Any, private: Any = None, **common: Any) -
         raise UsageError("flashrec.protect() was called before")
     models = as_list(model, torch.nn.Module, "model")
     optimizers = as_list(optimizer, torch.optim.Optimizer, "optimizer")
-    state = ProtectedState(models, optimizers, named_extras(private), common)
+    if survive not in SURVIVE:
+        raise UsageError(f"survive must be one of {', '.join(SURVIVE)}, not {survive!r}")
+    state = ProtectedState(
+        models,
+        optimizers,
+        named_extras(private),
+        common,
+        rank=engine.rank if engine.assigned else None,
+        world_size=engine.world_size,
+        replicated_over=replicated_over,
+        survive=survive,
+    )
     state.check_common()
     for one in optimizers:
         install_gate(engine, one)
@@ -155,6 +178,7 @@ def steps(data: Source, total: int, micro: int = 1) -> Iterator[Step]:
     )
     engine.feed = feed
     kept: Step | None = None
+    kept_since = 0
     while True:
         if engine.must_rehearse:
             engine.begin_rehearsal()
@@ -164,10 +188,12 @@ def steps(data: Source, total: int, micro: int = 1) -> Iterator[Step]:
             engine.catch_up()
             index = engine.version or 0
             if index >= total:
-                return
-            if kept is None or kept.index != index:
+                if engine.close_loop():
+                    return
+                continue
+            if kept is None or kept.index != index or kept_since != engine.num_installs:
                 feed.open(engine.rank, engine.world_size)
-                kept = Step(engine, index, feed.take(), feed.epoch)
+                kept, kept_since = Step(engine, index, feed.take(), feed.epoch), engine.num_installs
             else:
                 kept = Step(engine, index, kept.batches, kept.epoch)  # the redo of a step has the same batch
             offered = kept

@@ -18,13 +18,12 @@ from flashrec.protocol.jobdir import JobDirectory
 from flashrec.protocol.spawn import ProcSpec
 from flashrec.protocol.tag import Tag, TagReader, tag_path
 from flashrec.state.export import discard_exports
-from flashrec.state.layout import Layout
-from flashrec.state.private_slots import PrivateSlots
 from flashrecd.core import events as ev
 from flashrecd.core.detection import HEARTBEATS
 from flashrecd.core.job import Core
 from flashrecd.core.state import JobConfig, RankStatus, Status
 from flashrecd.eventlog import EventLog
+from flashrecd.jobmemory import JobMemory
 from flashrecd.recoveries import Recoveries
 from flashrecd.rendezvous import Rendezvous
 from flashrecd.supervise import Launch, LogLayout, Supervisor, Tail
@@ -86,6 +85,7 @@ class JobRun:
         self.recoveries = Recoveries(submit.world_size)
         self.directory = JobDirectory.make(name)
         self.shm_dir = self.directory.path
+        self.memory = JobMemory(self.shm_dir, name, self.log)
         self.logs = LogLayout(log_dir, name)
         self.processes: dict[str, Process] = {}
         self._source = (-1, "stdout")
@@ -148,17 +148,9 @@ class JobRun:
             self.recoveries.fault(now, rank, kind, tag)
         if not process.explained and (code or number in CRASHES) and (words := _last_words(process.stderr)):
             self.feed(ev.Failed(proc, f"last on stderr: {words}"))
-        self.feed(ev.Exited(proc, code, number, self._sealed(rank), tag.step if tag is not None else None))
+        kept = self.memory.kept(rank) if rank is not None else ((), ())
+        self.feed(ev.Exited(proc, code, number, *kept, tag.step if tag is not None else None))
         self._task(self._forget(proc))
-
-    def _sealed(self, rank: int | None) -> tuple[int, ...]:
-        if rank is None:
-            return ()
-        try:
-            return tuple(slot.version for slot in PrivateSlots(self.shm_dir / "private", rank).sealed())
-        except FlashrecError as error:
-            self.log("sealed state unreadable", str(error), rank)
-            return ()
 
     async def _follow_output(self) -> None:
         """The files hold what the command line has not shown yet, so nothing piles up in memory."""
@@ -198,13 +190,19 @@ class JobRun:
                     raise ProtocolError(f"no standby is ever {message.depth!r:.20}")
                 self.feed(ev.StandbyReady(message.proc, message.depth))
             case msg.Protected():
-                difference = self._layout_difference(message)
-                self.feed(ev.Protected(message.proc, message.layout_digest, difference))
+                self._protected(message)
+            case msg.Switched():
+                self.feed(ev.Switched(message.proc, message.why_sealed))
             case msg.Parked():
                 if self.recoveries.open is None and self.core.state.status is Status.RUNNING:
                     self.recoveries.suspicion(now)
                 self.recoveries.mark("parked", message.at_ns)
-                self.feed(ev.Parked(message.proc, message.generation, message.version, message.can_advance))
+                rank = self.core.rank_of(message.proc)
+                kept = self.memory.kept(rank) if rank is not None else ((), ())
+                parked = ev.Parked(
+                    message.proc, message.generation, message.version, message.can_advance, *kept
+                )
+                self.feed(parked)
             case msg.Exported():
                 self._exported(message)
             case msg.Formed():
@@ -310,18 +308,13 @@ class JobRun:
         lines = message.traceback.strip().splitlines()
         self.feed(ev.Failed(message.proc, (lines[-1] if lines else "no traceback")[:SUMMARY_CHARACTERS]))
 
-    def _layout_difference(self, message: msg.Protected) -> str:
-        """Between what this rank has published and the first rank that has protected something else."""
-        mine, members = self.core.rank_of(message.proc), self.core.state.members
-        for other, member in enumerate(members):
-            if mine is not None and member.layout and member.layout != message.layout_digest:
-                paths = [self.shm_dir / "layout" / f"r{rank}" for rank in (mine, other)]
-                try:
-                    here, there = (Layout.from_bytes(path.read_bytes()) for path in paths)
-                except (OSError, FlashrecError) as error:
-                    return f"it cannot be read: {error}"
-                return here.difference(there, (f"rank {mine}", f"rank {other}")) or ""
-        return ""
+    def _protected(self, message: msg.Protected) -> None:
+        rank = self.core.rank_of(message.proc)
+        if rank is None:
+            return
+        self.memory.arena_bytes[rank] = message.arena_bytes
+        words = self.memory.disagreement(rank), self.memory.shortage()
+        self.feed(ev.Protected(message.proc, message.claims, message.why_sealed, *words))
 
     def _answer_get(self, requester: str, generation: int, key: str, value: bytes) -> None:
         self._to(requester, msg.Value(generation, key, value))
@@ -352,10 +345,14 @@ class JobRun:
                 plan = action.plan
                 self._replaced = plan.replaced
                 self.recoveries.planned(plan.generation, plan.version, time.monotonic_ns())
-                servers = plan.served[0][1] if plan.served else ()  # one set of all ranks, or nobody needs it
-                resume = msg.ResumePlan(plan.generation, plan.version, plan.replaced, servers)
+                resume = msg.ResumePlan(
+                    plan.generation, plan.version, plan.replaced, plan.served, action.sealing
+                )
                 for proc in action.procs:
                     self._to(proc, resume)
+            case ev.SetRegime():
+                for proc in action.procs:
+                    self._to(proc, msg.Regime(action.sealing))
             case ev.Release():
                 for proc in action.procs:
                     self._to(proc, msg.Released())

@@ -40,8 +40,21 @@ class StandbyReady:
 
 @dataclass(frozen=True, slots=True)
 class Protected:
+    """`claims`: (ranks that hold the same bytes, digest of their layout) for each replica set. `why_sealed`: what the
+    live regime would not protect, "" if nothing. `arena_bytes`: shared memory that the sealed regime would take."""
+
     proc: str
-    layout_digest: str
+    claims: tuple[tuple[tuple[int, ...], str], ...]
+    why_sealed: str
+    arena_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Switched:
+    """The ranks have agreed in their gate on the sealed regime, and this is why."""
+
+    proc: str
+    why_sealed: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +63,6 @@ class Parked:
     generation: int
     version: int | None
     can_advance: bool
-    phase: str
     at_ns: int
 
 
@@ -175,11 +187,21 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class Regime:
+    """Every rank has protected its state: in the sealed regime, or in the live one."""
+
+    sealing: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ResumePlan:
+    """`replaced` ranks install `version`. `served`: (replica set, its members that serve it from memory)."""
+
     generation: int
     version: int
     replaced: tuple[int, ...]
-    sources: tuple[int, ...]
+    served: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    sealing: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,6 +343,7 @@ FROM_PROCESS = (
     | BuiltOffered
     | StandbyReady
     | Protected
+    | Switched
     | Parked
     | Exported
     | Formed
@@ -332,7 +355,7 @@ FROM_PROCESS = (
     | Get
 )
 TO_PROCESS = (
-    Welcome | Refused | Prepare | Assign | Abort | ResumePlan | PartReady | Value | Inspect | Released
+    Welcome | Refused | Prepare | Assign | Abort | Regime | ResumePlan | PartReady | Value | Inspect | Released
 )
 FROM_COMMAND = Submit | Present | StopJob | AskStatus | SignalRank | ShutDown
 TO_COMMAND = Refused | Submitted | Output | Happened | JobEnded | Status | Done

@@ -53,7 +53,8 @@ class Driven:
     # --- what happens ---------------------------------------------------------------------------------------
 
     def protect(self, *ranks: int, layout: str = "same") -> list[ev.Action]:
-        return self.tell(*[ev.Protected(self.proc(rank), layout) for rank in ranks or self.ranks()])
+        claims = ((tuple(self.ranks()), layout),)
+        return self.tell(*[ev.Protected(self.proc(rank), claims) for rank in ranks or self.ranks()])
 
     def running(self) -> "Driven":
         self.protect()

@@ -67,7 +67,7 @@ def test_a_death_before_all_have_protected_starts_the_world_anew() -> None:
     answer = job.end_of(old[2])
     assert [launch.rank for launch in job.found(ev.Launch, answer)] == [0, 1, 2]
     assert all(launch.generation == job.generation == 2 for launch in job.found(ev.Launch, answer))
-    job.tell(ev.Protected(old[0], "late"))
+    job.tell(ev.Protected(old[0], (((0, 1, 2), "late"),)))
     assert job.member(0).status is RankStatus.STARTING
     job.running()
 
@@ -202,7 +202,7 @@ def test_a_death_while_the_ranks_form_is_planned_again() -> None:
     answer = job.die(1, 3)
     assert job.only(ev.Abort, answer).generation == 2
     assert job.only(ev.Launch, answer).generation == 3
-    job.park(0, None)
+    job.park(0, None, False, 3)
     sent = job.only(ev.SendPlan, job.park(2, 3))
     assert (sent.plan.generation, sent.plan.replaced, sent.plan.served) == (3, (0, 1), (((0, 1, 2), (2,)),))
 
@@ -229,8 +229,8 @@ def test_buckets_that_differ_after_a_recovery_end_the_job() -> None:
     job = Driven(2).running()
     job.die(0, 3)
     job.park(1, 3)
-    job.form(0, buckets="a")
-    job.form(1, buckets="b")
+    job.form(0, buckets="0-0.1=a")
+    job.form(1, buckets="0-0.1=b")
     assert job.core.state.outcome is not None
     assert "rank 0: a, rank 1: b" in job.core.state.outcome[1]
 
@@ -252,7 +252,7 @@ def test_what_is_older_or_comes_from_the_dead_changes_nothing() -> None:
         ev.Formed(live, 2, "x"),
         ev.Leaving(dead, 2, 3),
         ev.Leaving(live, 1, 3),
-        ev.Protected(dead, "another layout"),
+        ev.Protected(dead, (((0, 1, 2), "another"),)),
         ev.StandbyReady(dead, "built"),
         ev.Exited(dead, None, 9, (7,)),
         ev.Heartbeat(dead),

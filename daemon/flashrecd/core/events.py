@@ -24,19 +24,33 @@ class StandbyReady(NamedTuple):
 
 
 class Protected(NamedTuple):
+    """`claims`: what the rank holds, as (ranks that hold the same bytes, digest of their layout) for each replica set;
+    `why_sealed`: what the live regime would not protect, in words; "" if nothing."""
+
     proc: str
-    layout_digest: str
+    claims: tuple[tuple[tuple[int, ...], str], ...]
+    why_sealed: str = ""
     difference: str = ""  # between this layout and another rank's, in words, if there is one
+    shortage: str = ""  # of shared memory, should the regime be sealed
+
+
+class Switched(NamedTuple):
+    """A rank has seen that the live regime does not do, and has agreed with the others on the sealed one."""
+
+    proc: str
+    why_sealed: str
 
 
 class Parked(NamedTuple):
-    """`generation` is over for this process, for good: it will never vote in it again."""
+    """`generation` is over for this process, for good: it will never vote in it again. `private` and `sealed`: the
+    versions in its private slots and in its arena."""
 
     proc: str
     generation: int
     version: int | None
     can_advance: bool
-    sealed: tuple[int, ...] = ()  # versions of private state in the rank's arena
+    private: tuple[int, ...] = ()
+    sealed: tuple[int, ...] = ()
 
 
 class Formed(NamedTuple):
@@ -59,12 +73,13 @@ class Failed(NamedTuple):
 
 
 class Exited(NamedTuple):
-    """Proof of death: the kernel said so. `sealed`: what the dead rank's arena still holds; `step`: where its
-    tag said it was."""
+    """Proof of death: the kernel said so. `private`, `sealed`: what its private slots and its arena still hold;
+    `step`: where its tag said it was."""
 
     proc: str
     code: int | None
     signal: int | None
+    private: tuple[int, ...] = ()
     sealed: tuple[int, ...] = ()
     step: int | None = None
 
@@ -97,6 +112,7 @@ Event = (
     | BuiltOffered
     | StandbyReady
     | Protected
+    | Switched
     | Parked
     | Formed
     | Leaving
@@ -142,8 +158,16 @@ class Abort(NamedTuple):
     reason: str
 
 
+class SetRegime(NamedTuple):
+    """Every rank has protected its state, so the regime is known."""
+
+    sealing: bool
+    procs: tuple[str, ...]
+
+
 class SendPlan(NamedTuple):
     plan: Plan
+    sealing: bool
     procs: tuple[str, ...]
 
 
@@ -181,4 +205,4 @@ class Log(NamedTuple):
     reason: str
 
 
-Action = Launch | Prepare | Assign | Abort | SendPlan | Release | Kill | End | Inspect | Log
+Action = Launch | Prepare | Assign | Abort | SetRegime | SendPlan | Release | Kill | End | Inspect | Log

@@ -17,11 +17,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flashrecd.core import events as ev
+from flashrecd.core.claims import contradiction, replica_sets, unequal_buckets
 from flashrecd.core.detection import Detector
-from flashrecd.core.plan import Inventory, Survivor, plan_recovery
+from flashrecd.core.plan import Inventory, Plan, Survivor, plan_recovery
 from flashrecd.core.state import GONE, HOLDS_STATE, JobConfig, JobState, Member, RankStatus, Status
 
 GRACE_S = 15.0  # from the polite signal to the hard one
+PRIVATE_OF_THE_START = 2  # newest private state there can be while no gate after the first has passed
 CLOSING_S = 60.0  # from the last rank's end of training to the exit of all
 
 
@@ -112,7 +114,7 @@ class Core:
 
     def _prepare_standbys(self) -> None:
         """Building one while the world starts would take the cores from it, and find no peer to learn from."""
-        if self.state.built_offered and self.state.status is Status.RUNNING:
+        if self.state.built_offered and self.state.status is Status.RUNNING and not self.state.why_sealed:
             for proc, depth in self.state.standbys:
                 if depth == "forked":
                     self._set(
@@ -131,32 +133,54 @@ class Core:
         rank = self.rank_of(event.proc)
         if rank is None or self.state.status in (Status.STOPPING, Status.CLOSING, Status.RESTARTING):
             return
-        member = self._update(rank, layout=event.layout_digest)
+        why = f": {event.difference}" if event.difference else ""
+        before = self.state.members[rank].claims
+        if before is not None and before != event.claims:
+            self._finish(
+                1, f"rank {rank} and the process it replaces disagree about the layout of the state{why}"
+            )
+            return
+        member = self._update(rank, claims=event.claims)
+        if event.why_sealed and not self.state.why_sealed:
+            self._set(why_sealed=event.why_sealed)
         if member.status is RankStatus.STARTING:
             self.detector.protected(event.proc, now)
             self._update(rank, status=RankStatus.LIVE, version=0)
-        layouts = {m.layout for m in self.state.members if m.layout and m.status not in GONE}
         done = [r for r, m in enumerate(self.state.members) if m.status is RankStatus.DONE]
         if done:
             self._finish(
                 1, f"rank {done[0]} ended with exit code 0 before protect(), which rank {rank} has called"
             )
-        elif len(layouts) > 1:
-            odd = [
-                r for r, m in enumerate(self.state.members) if m.layout and m.layout != event.layout_digest
-            ]
-            why = f": {event.difference}" if event.difference else ""
-            self._finish(1, f"rank {rank} and rank {odd[0]} disagree about the layout of the state{why}")
         elif self.state.status is Status.STARTING and self._all(
             RankStatus.LIVE, RankStatus.LEFT, RankStatus.PARKED
         ):
-            self._set(status=Status.RUNNING)
-            self._log("running", "every rank has protected its state", step=0)
-            parked = [r for r, m in enumerate(self.state.members) if m.status is RankStatus.PARKED]
-            if parked:  # it was faster than the news that all had protected, and says so only once
-                self._park_for(parked[0])
-                self._plan_if_parked()
-            self._prepare_standbys()
+            self._all_protected(why, event.shortage)
+
+    def _all_protected(self, difference: str, shortage: str) -> None:
+        odd = contradiction(self.state.members)
+        if odd is not None:
+            self._finish(
+                1, f"rank {odd[0]} and rank {odd[1]} disagree about the layout of the state{difference}"
+            )
+            return
+        why = self.state.why_sealed
+        if why and shortage:
+            self._finish(1, f"{shortage} (sealed: {why})")
+            return
+        self._set(status=Status.RUNNING)
+        self._log("running", "every rank has protected its state", step=0)
+        self._log("regime", f"sealed: {why}" if why else "live: every rank holds the whole state")
+        self._do(ev.SetRegime(bool(why), self._live_procs()))
+        parked = [r for r, m in enumerate(self.state.members) if m.status is RankStatus.PARKED]
+        if parked:  # it was faster than the news that all had protected, and says so only once
+            self._park_for(parked[0])
+            self._plan_if_parked()
+        self._prepare_standbys()
+
+    def _switched(self, event: ev.Switched, now: float) -> None:
+        if self.rank_of(event.proc) is not None and not self.state.why_sealed:
+            self._set(why_sealed=event.why_sealed)
+            self._log("regime", f"sealed: {event.why_sealed}")
 
     def _all(self, *statuses: RankStatus) -> bool:
         return all(m.status in statuses for m in self.state.members)
@@ -179,7 +203,7 @@ class Core:
         if rank is None:
             return
         was = self.state.members[rank].status
-        self._update(rank, status=RankStatus.DEAD, sealed=event.sealed)
+        self._update(rank, status=RankStatus.DEAD, private=event.private, sealed=event.sealed)
         if self.state.status is Status.CLOSING:
             self._closed(rank, event, how)
             return
@@ -197,7 +221,7 @@ class Core:
         """Without a rank that holds state there is nothing to recover; at version 0 nothing was lost either."""
         if any(m.status in HOLDS_STATE for m in self.state.members):
             return True
-        return max(v for m in self.state.members for v in (0, m.version or 0, *m.sealed)) > 0
+        return max(v for m in self.state.members for v in (0, m.version or 0, *m.private, *m.sealed)) > 0
 
     def _charged_before(self, was: RankStatus) -> bool:
         """One recovery, one charge: the collectives that a death broke are often heard of before the death. Only
@@ -220,17 +244,20 @@ class Core:
         if event.signal is None and event.code != 0:
             self._finish(event.code or 1, f"rank {rank} failed before its first step: {how}")
             return
+        if self._charge(f"rank {rank}: {how}"):
+            self._start_over(f"rank {rank} died before every rank had protected its state: {how}")
+
+    def _start_over(self, why: str) -> None:
         tries = self.state.tries[1] + 1 if self.state.tries[0] == 0 else 1
         self._set(tries=(0, tries))
         if tries > self.config.max_tries_per_step:
             self._finish(
-                1, f"rank {rank}: {how}; the world was started {tries} times and never got past its start"
+                1,
+                f"{why}; the world was started {tries} times and never got past its start. {self._why_it_failed()}",
             )
             return
-        if not self._charge(f"rank {rank}: {how}"):
-            return
-        self._set(status=Status.RESTARTING, generation=self.state.generation + 1)
-        self._kill_all(f"rank {rank} died before every rank had protected its state: the world starts anew")
+        self._set(status=Status.RESTARTING, generation=self.state.generation + 1, why_sealed="")
+        self._kill_all(f"{why}: the world starts anew")
         if not self.state.stopping_procs:
             self._start_world("nothing was left of the first start")
 
@@ -263,7 +290,6 @@ class Core:
         order = ("built", "forked", "building")  # one that is being built may be the slowest of all
         ready = sorted((s for s in self.state.standbys if s[1]), key=lambda s: order.index(s[1]))
         generation = self.state.generation + 1
-        sealed = self.state.members[rank].sealed
         if ready:
             proc, depth = ready[0]
             self._set(standbys=tuple(s for s in self.state.standbys if s[0] != proc))
@@ -274,9 +300,7 @@ class Core:
             self._do(ev.Launch(proc, rank, generation, replacement=True))
             self._log("replacement", f"no standby was ready: {proc} is started", rank)
         self.detector.building(proc, self._now)
-        self._update(
-            rank, proc=proc, status=RankStatus.BUILDING, version=None, can_advance=False, sealed=sealed
-        )
+        self._update(rank, proc=proc, status=RankStatus.BUILDING, version=None, can_advance=False)
 
     def _standby_lost(self, proc: str, how: str) -> None:
         """A standby that fails never harms the world; it is made anew when a rank is next replaced."""
@@ -297,13 +321,24 @@ class Core:
         if self.state.status not in (Status.PARKING, Status.STARTING):
             return
         if event.version is None:
-            self._update(rank, status=RankStatus.BUILDING, version=None)
+            # A replacement, or a rank that was torn: its slots and its arena are what they were.
+            if self.state.members[rank].status is not RankStatus.BUILDING:
+                self._log("torn", "between the gate and the end of its step, or in a recovery", rank)
+            self._update(
+                rank,
+                status=RankStatus.BUILDING,
+                version=None,
+                can_advance=False,
+                private=event.private,
+                sealed=event.sealed,
+            )
         else:
             self._update(
                 rank,
                 status=RankStatus.PARKED,
                 version=event.version,
                 can_advance=event.can_advance,
+                private=event.private,
                 sealed=event.sealed,
             )
             self._log("parked", f"can advance: {event.can_advance}", rank, event.version)
@@ -321,31 +356,61 @@ class Core:
             return
         if not self._charge(self.state.first_failure or "every rank parked and none had died", again=False):
             return
-        survivors = {
-            rank: Survivor(m.version or 0, m.can_advance)
-            for rank, m in enumerate(self.state.members)
-            if m.status is RankStatus.PARKED
-        }
-        private = {rank: m.sealed for rank, m in enumerate(self.state.members)}
         generation = self.state.generation + 1
-        size = self.config.world_size
-        inventory = Inventory(size, survivors, private, {}, (tuple(range(size)),))
-        plan, reason = plan_recovery(inventory, generation)
+        plan, reason = plan_recovery(self._inventory(), generation)
+        if self._from_the_start(plan):
+            # What the ranks told each other in their first step would not be said again to a replacement.
+            self._start_over(f"version 0 is made again from the start ({reason})")
+            return
         if plan is None:
             self._finish(1, f"cannot recover: {reason}. {self.state.first_failure}")
             return
-        tries = self.state.tries[1] + 1 if self.state.tries[0] == plan.version else 1
+        tries = self._tries_at(plan.version)
         if tries > self.config.max_tries_per_step:
             self._finish(
                 1,
-                f"step {plan.version} failed {tries} times; given up. {self._why_it_failed()}",
+                f"step {self.state.tries[0]} failed {tries} times; given up. {self._why_it_failed()}",
             )
             return
         for rank in range(self.config.world_size):
             self._update(rank, status=RankStatus.FORMING, buckets="")
-        self._set(status=Status.FORMING, generation=generation, tries=(plan.version, tries))
+        self._set(status=Status.FORMING, generation=generation, version=plan.version)
         self._log("plan", f"generation {generation}: {reason}", step=plan.version)
-        self._do(ev.SendPlan(plan, self._live_procs()))
+        self._do(ev.SendPlan(plan, bool(self.state.why_sealed), self._live_procs()))
+
+    def _inventory(self) -> Inventory:
+        members = self.state.members
+        return Inventory(
+            self.config.world_size,
+            {
+                r: Survivor(m.version, m.can_advance)
+                for r, m in enumerate(members)
+                if m.status is RankStatus.PARKED
+            },
+            {rank: m.private for rank, m in enumerate(members)},
+            {rank: m.sealed for rank, m in enumerate(members)},
+            replica_sets(members),
+        )
+
+    def _from_the_start(self, plan: Plan | None) -> bool:
+        """In the sealed regime version 0 is not installed, but made again. Without a plan that is so as well, unless
+        a later version was there and is lost: private state is sealed in the gate, for the version after it."""
+        if plan is not None or not self.state.why_sealed:
+            return bool(self.state.why_sealed) and plan is not None and plan.version == 0
+        return max((v for m in self.state.members for v in m.private), default=0) <= PRIVATE_OF_THE_START
+
+    def _tries_at(self, version: int) -> int:
+        """How often the present step has failed, this failure counted. The sealed regime may go back one version, or
+        not, by how far the lost rank's seal had come: that does not make it another step."""
+        failed = max([version, *(m.version for m in self.state.members if m.version is not None)])
+        same = (
+            self.state.tries[0] in (failed, failed + 1)
+            if self.state.why_sealed
+            else self.state.tries[0] == failed
+        )
+        tries = (max(failed, self.state.tries[0]), self.state.tries[1] + 1) if same else (failed, 1)
+        self._set(tries=tries)
+        return tries[1]
 
     def _why_it_failed(self) -> str:
         """What struck first, and, where that says less, the last traceback's last line (a replacement's, say)."""
@@ -361,17 +426,17 @@ class Core:
             or self.state.members[rank].status is not RankStatus.FORMING
         ):
             return
-        self._update(rank, status=RankStatus.LIVE, version=self.state.tries[0], buckets=event.buckets)
+        self._update(rank, status=RankStatus.LIVE, version=self.state.version, buckets=event.buckets)
         if not self._all(RankStatus.LIVE, RankStatus.LEFT):
             return
-        if len({m.buckets for m in self.state.members}) > 1:
-            shown = ", ".join(f"rank {r}: {m.buckets or 'none'}" for r, m in enumerate(self.state.members))
-            self._finish(1, f"the ranks' gradient buckets differ after a recovery ({shown})")
+        odd = unequal_buckets(self.state.members)
+        if odd is not None:
+            self._finish(1, f"the ranks' gradient buckets differ after a recovery ({odd})")
             return
         self._set(status=Status.RUNNING)
         self.detector.formed()
         self.detector.disturbed(now)
-        self._log("running", f"generation {self.state.generation} is formed", step=self.state.tries[0])
+        self._log("running", f"generation {self.state.generation} is formed", step=self.state.version)
         self._set(first_failure="")
         self._refill_standbys()
         self._prepare_standbys()
@@ -501,6 +566,7 @@ TABLE: dict[type, Callable[[Core, Any, float], None]] = {
     ev.BuiltOffered: Core._built_offered,
     ev.StandbyReady: Core._standby_ready,
     ev.Protected: Core._protected,
+    ev.Switched: Core._switched,
     ev.Parked: Core._parked,
     ev.Formed: Core._formed,
     ev.Leaving: Core._leaving,

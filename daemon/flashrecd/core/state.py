@@ -61,8 +61,11 @@ class Member:
     status: RankStatus = RankStatus.STARTING
     version: int | None = None
     can_advance: bool = False
-    sealed: tuple[int, ...] = ()
-    layout: str | None = None
+    private: tuple[int, ...] = ()  # versions in its private slots
+    sealed: tuple[int, ...] = ()  # versions in its arena
+    claims: tuple[tuple[tuple[int, ...], str], ...] | None = (
+        None  # since protect(): its replica sets, with digests
+    )
     buckets: str = ""
 
 
@@ -76,8 +79,10 @@ class JobState:
     standbys: tuple[tuple[str, str], ...] = ()  # (process, depth), oldest first; depth "" until it is ready
     num_launched: int = 0
     built_offered: bool = False
+    why_sealed: str = ""  # "": the live regime
     restarts: int = 0
-    tries: tuple[int, int] = (-1, 0)  # version, recoveries at it
+    version: int = 0  # of the newest plan
+    tries: tuple[int, int] = (-1, 0)  # step that failed, recoveries from it
     first_failure: str = ""
     errors: tuple[tuple[str, str], ...] = ()  # process -> last line of its traceback
     outcome: tuple[int, str] | None = None  # code and reason, once the end is decided

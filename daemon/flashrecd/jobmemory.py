@@ -1,0 +1,66 @@
+"""What a job keeps in this node's shared memory, as the daemon sees it: versions, layouts, and how much it takes."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from flashrec.errors import FlashrecError
+from flashrec.state.arena import Arena
+from flashrec.state.files import free_bytes
+from flashrec.state.layout import RankLayout
+from flashrec.state.private_slots import PrivateSlots
+
+
+class JobMemory:
+    """Read-only. `note(event, reason, rank)` is told what cannot be read."""
+
+    def __init__(self, directory: Path, job: str, note: Callable[[str, str, int], None]) -> None:
+        self._directory = directory
+        self._job = job
+        self._note = note
+        self.arena_bytes: dict[int, int] = {}
+        """By rank, what the sealed regime takes of shared memory."""
+
+    def kept(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The versions in the rank's private slots, and in its arena."""
+        try:
+            slots = PrivateSlots(self._directory / "private", rank)
+            private = tuple(slot.version for slot in slots.sealed())
+            arena = Arena(self._directory / "arena", rank, self._job)
+            sealed = tuple(one.version for one in arena.sealed())
+        except FlashrecError as error:
+            self._note("sealed state unreadable", str(error), rank)
+            return (), ()
+        for problem in arena.problems():
+            self._note("arena refused", problem, rank)
+        return private, sealed
+
+    def disagreement(self, rank: int) -> str:
+        """Between what `rank` has published and what others have, in words; "" if there is none."""
+        try:
+            mine = self._published(rank)
+            others = {
+                next((r for r in one.ranks if r != rank and self._path(r).exists()), rank)
+                for one in mine.sets
+            }
+            for other in sorted(others - {rank}):
+                if words := mine.disagreement(self._published(other)):
+                    return words
+        except (OSError, FlashrecError) as error:
+            return f"it cannot be read: {error}"
+        return ""
+
+    def shortage(self) -> str:
+        """What is missing for every rank's arena, in words; "" if nothing."""
+        needed, free = sum(self.arena_bytes.values()), free_bytes(self._directory)
+        if needed <= free:
+            return ""
+        return (
+            f"the sealed regime needs {needed >> 20} MiB of shared memory for {len(self.arena_bytes)} ranks (twice "
+            f"what they seal), and {self._directory.parent} has {free >> 20} MiB free"
+        )
+
+    def _published(self, rank: int) -> RankLayout:
+        return RankLayout.from_bytes(self._path(rank).read_bytes())
+
+    def _path(self, rank: int) -> Path:
+        return self._directory / "layout" / f"r{rank}"
