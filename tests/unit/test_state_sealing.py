@@ -277,27 +277,35 @@ def test_no_room_comes_out_of_finish(
     assert os.listdir(directory) == []
 
 
-def test_stop_is_heard_while_memory_is_had(
-    sealer: Sealer, directory: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ending", ["stop", "begin"])
+def test_memory_for_what_is_given_up_is_not_had(
+    sealer: Sealer, directory: Path, monkeypatch: pytest.MonkeyPatch, ending: str
 ) -> None:
     begun, released = threading.Event(), threading.Event()
     slices = 0
 
-    def fallocate(*_: int) -> None:
+    def fallocate(fd: int, offset: int, size_bytes: int) -> None:
         nonlocal slices
         slices += 1
         begun.set()
         assert released.wait(WAIT_S)
+        os.truncate(fd, offset + size_bytes)
 
     monkeypatch.setattr(arena_writer.os, "posix_fallocate", fallocate)
     layout = rank_layout([100 << 20])
     sealer.begin(0, 1, layout, [Scripted(SMALL, 0)], lambda: b"")
     assert begun.wait(WAIT_S)
-    stop = stopping(sealer)
-    released.set()
-    stop.join(WAIT_S)
-    assert slices == 1
-    assert os.listdir(directory) == []
+    if ending == "stop":
+        stop = stopping(sealer)
+        released.set()
+        stop.join(WAIT_S)
+        assert (slices, os.listdir(directory)) == (1, [])
+    else:
+        begin(sealer, 1)
+        released.set()
+        sealer.finish()
+        assert (slices, sealer.newest()) == (2, 1)
+        assert len(os.listdir(directory)) == 1
 
 
 def test_a_generation_that_is_over_may_not_seal(sealer: Sealer) -> None:
