@@ -12,7 +12,7 @@
 Nothing of flashrec is imported here: under flashrec the very same objects are built, on its groups.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grad_norm_
 
 import gpt
 import recipe
@@ -63,7 +63,14 @@ class Training:
 
     def clip_gradients(self, max_norm: float) -> None:
         """Scale the gradients down to `max_norm`, that of all ranks' parts together."""
-        clip_gradients(self.model.parameters(), max_norm)
+        clip_grad_norm_(self.model.parameters(), max_norm)
+
+
+class TensorParallelTraining(Training):
+    """A model of which some parts are split, and others the same on every rank of a group."""
+
+    def clip_gradients(self, max_norm: float) -> None:
+        clip_by_hand(self.model.parameters(), max_norm)
 
 
 class PipelinedTraining(Training):
@@ -74,15 +81,16 @@ class PipelinedTraining(Training):
         stages: nn.ModuleList,
         schedule: Any,
         *,
-        group: ProcessGroup,
+        num_ranks: int,
         has_last: bool,
         shared: torch.Tensor | None = None,
         ends: ProcessGroup | None = None,
     ) -> None:
-        """`shared`: this rank's copy of the embedding that is also the head, which the ranks of `ends` both have."""
+        """`num_ranks`: of one pipeline. `shared`: this rank's copy of the embedding that is also the head, which
+        both ranks of `ends` have."""
         super().__init__(stages)
         self._schedule = schedule
-        self._group = group
+        self._num_ranks = num_ranks
         self._has_last = has_last
         self._shared, self._ends = shared, ends
 
@@ -95,7 +103,7 @@ class PipelinedTraining(Training):
         return torch.stack(losses).mean().detach() if self._has_last else None
 
     def clip_gradients(self, max_norm: float) -> None:
-        clip_gradients(self.model.parameters(), max_norm, self._group)
+        clip_by_hand(self.model.parameters(), max_norm, self._num_ranks)
 
 
 def build(options: recipe.Options) -> Training:
@@ -158,7 +166,7 @@ def tensor_parallel(options: recipe.Options, model: gpt.GPT) -> Training:
         parallelize_module(block, mesh["tensor"], {name: plan[name] for name in names})
     if sharded:
         _shard(options, model, mesh["replica"])
-    return Training(model)
+    return TensorParallelTraining(model)
 
 
 def pipelined(options: recipe.Options, model: gpt.GPT) -> Training:
@@ -201,7 +209,7 @@ def pipelined(options: recipe.Options, model: gpt.GPT) -> Training:
     return PipelinedTraining(
         nn.ModuleList(parts),
         schedule,
-        group=group,
+        num_ranks=num_ranks,
         has_last=place == num_ranks - 1,
         shared=None if both is None else both.weight,
         ends=ends,
@@ -224,26 +232,26 @@ def _shard(options: recipe.Options, model: gpt.GPT, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def clip_gradients(
-    parameters: Iterable[nn.Parameter], max_norm: float, group: ProcessGroup | None = None
-) -> None:
-    """As `clip_grad_norm_`, for parameters on several meshes, and of all ranks of `group` together."""
-    parameters = list(parameters)
-    by_mesh: dict[Any, list[nn.Parameter]] = {}
+def clip_by_hand(parameters: Iterable[nn.Parameter], max_norm: float, num_stages: int = 1) -> None:
+    """As `clip_grad_norm_`, for a model of which ranks have unlike parts: on several meshes, in several stages.
+
+    Each rank adds up the squares of what it has, a value that is on n ranks counts 1/n on each, and one all-reduce
+    tells everybody the whole.
+    """
+    ranks_of_a_stage = dist.get_world_size() // num_stages
+    grads: list[torch.Tensor] = []
+    total = torch.zeros(())
     for parameter in parameters:
-        if parameter.grad is not None:
-            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            by_mesh.setdefault(mesh, []).append(parameter)
-    if len(by_mesh) == 1 and group is None:
-        clip_grad_norm_(parameters, max_norm)
-        return
-    total = torch.stack([_norm(alike).square() for alike in by_mesh.values()] or [torch.zeros(())]).sum()
-    if group is not None:
-        dist.all_reduce(total, group=group)
-    for alike in by_mesh.values():
-        clip_grads_with_norm_(alike, max_norm, total.sqrt())
-
-
-def _norm(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-    norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        grad, num_parts = parameter.grad, 1
+        if grad is None:
+            continue
+        if isinstance(grad, DTensor):
+            for size, placement in zip(grad.device_mesh.shape, grad.placements, strict=True):
+                num_parts *= 1 if placement.is_replicate() else size
+            grad = grad.to_local()
+        grads.append(grad)
+        total += grad.square().sum() * (num_parts / ranks_of_a_stage)
+    dist.all_reduce(total)
+    factor = (max_norm / (total.sqrt() + 1e-6)).clamp(max=1.0)
+    for grad in grads:
+        grad.mul_(factor)

@@ -13,7 +13,6 @@ import torch
 
 import gpt
 import outcome
-import parallelism
 import recipe
 import text
 
@@ -218,20 +217,6 @@ def test_frozen_parts_leave_something_to_train_in_every_stage(options) -> None:
     assert {"characters.weight", "positions.weight", "blocks.0.query_key_value.weight"} <= set(frozen)
     first = model.stage([0], first=True, last=False)
     assert any(parameter.requires_grad for parameter in first.parameters())
-
-
-def test_clipping_in_groups_is_clipping_as_a_whole() -> None:
-    whole = [
-        torch.nn.Parameter(torch.zeros(3)),
-        torch.nn.Parameter(torch.zeros(2, 2)),
-        torch.nn.Parameter(torch.zeros(1)),
-    ]
-    for number, parameter in enumerate(whole[:2]):
-        parameter.grad = torch.full_like(parameter, 1.0 + number)
-    parallelism.clip_gradients(whole, 1.0)
-    squares = sum(float(parameter.grad.square().sum()) for parameter in whole[:2])
-    assert squares == pytest.approx(1.0, rel=1e-4)
-    assert whole[2].grad is None
 
 
 def test_history_survives_a_change_of_process_and_a_redone_step() -> None:
