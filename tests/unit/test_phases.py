@@ -64,6 +64,32 @@ RULES: list[tuple[RankState, Any, dict[str, object], tuple[Any, ...]]] = [
         {"phase": Phase.REFORMING, "generation": 2, "plan": ph.Plan(2, 3, ()), "latched": False},
         (ph.DiscardAbove(3), ph.Form(2)),
     ),
+    # for one that is behind, since applying communicates: it cannot follow alone, and installs
+    (
+        rank(Phase.HELD, latched=True, communicates=True),
+        ph.Plan(2, 4, (0,)),
+        {"phase": Phase.UNWINDING, "generation": 2, "plan": ph.Plan(2, 4, (0,))},
+        (ph.Abandon(),),
+    ),
+    (
+        rank(Phase.IDLE, latched=True, dirty=True, communicates=True, plan=ph.Plan(2, 4, (0,))),
+        ph.Settle(),
+        {"phase": Phase.REFORMING, "version": None, "rehearsed": True, "latched": False, "dirty": False},
+        (ph.DiscardAbove(4), ph.Install(ph.Plan(2, 4, (0,))), ph.Form(2)),
+    ),
+    (
+        rank(Phase.PARKED, latched=True),
+        ph.Plan(2, 4, (0,)),
+        {
+            "phase": Phase.REFORMING,
+            "generation": 2,
+            "plan": ph.Plan(2, 4, (0,)),
+            "version": None,
+            "rehearsed": True,
+            "latched": False,
+        },
+        (ph.DiscardAbove(4), ph.Install(ph.Plan(2, 4, (0,))), ph.Form(2)),
+    ),
     # for one that got it while it unwound or rolled forward
     (
         rank(Phase.IDLE, latched=True, plan=PLAN_2, dirty=True),
@@ -167,7 +193,7 @@ def test_a_plan_for_a_rank_that_has_not_parked_is_a_bug(phase: Phase) -> None:
     ("state", "event"),
     [
         (rank(Phase.HELD), ph.Plan(2, 5, ())),
-        (rank(Phase.PARKED), ph.Plan(2, 4, ())),
+        (rank(Phase.PARKED), ph.Plan(2, 5, ())),
         (rank(Phase.REFORMING), ph.Formed(7)),
         (rank(Phase.COMPUTING), ph.Exit()),  # an exception of the script's own, or no gate
         (rank(Phase.GONE), ph.Enter()),
