@@ -140,8 +140,11 @@ def check() -> None:
         for name in DDP_ATTRIBUTES
         if f"self.{name}" not in source
     ]
-    if not hasattr(nn.Module(), "_parameters"):
-        moved.append(f"torch.nn.Module._parameters (seen in {CHECKED_ON})")
+    moved += [
+        f"torch.nn.Module.{name} (seen in {CHECKED_ON})"
+        for name in ("_parameters", "_modules")
+        if not hasattr(nn.Module(), name)
+    ]
     _refuse(moved)
 
 
@@ -303,9 +306,17 @@ def lets_models_differ(comm_hook_state: Any) -> bool:
     return type(comm_hook_state).__name__ == "PostLocalSGDState"
 
 
-def shown_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The module's own dict of parameters: what its attributes show now."""
-    return module._parameters
+def places(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """Where `model` holds its modules and parameters: (a module's own dict, the key in it). Without the parameters
+    that FSDP2 exchanges in every step."""
+    sharded = fsdp_sharded_parameters(model)
+    found: list[tuple[dict[str, Any], str]] = []
+    for module in model.modules():
+        found += [(module._modules, key) for key in module._modules]
+        found += [
+            (module._parameters, key) for key, one in module._parameters.items() if id(one) not in sharded
+        ]
+    return found
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:

@@ -29,12 +29,20 @@ from flashrec.errors import LayoutMismatch, UsageError
 from flashrec.state.codec import Buffer
 from flashrec.state.estimate import state_to_come
 from flashrec.state.layout import Layout, Piece, RankLayout, ReplicaSet, TensorSpec
-from flashrec.state.names import Stateful, distinct, named, parameters_of, stateful, unwrapped
+from flashrec.state.names import (
+    Stateful,
+    distinct,
+    named,
+    parameters_of,
+    refuse_unsharded,
+    stateful,
+    unwrapped,
+)
 from flashrec.state.optimizer import OptimizerState
 from flashrec.state.replication import Hint, Holders, Replication
 from flashrec.state.shards import as_described, description, like_parameter, made_like
 from flashrec.state.tensors import DTYPES, LiveTensors, detached_copy, local_of, spec_of
-from flashrec.state.watch import Watch, places
+from flashrec.state.watch import Watch
 
 
 def capture(
@@ -94,6 +102,7 @@ class Captured:
         self._include_grads = include_grads
         self._common = dict(common)
         self._replication = replication
+        refuse_unsharded(self._models.values(), optimizers)
         in_models = parameters_of(self._models)
         known = {id(tensor) for _, tensor in in_models}
         self._optimizers = [
@@ -109,9 +118,11 @@ class Captured:
         }
         for _, parameter in in_models:  # those that share another one's memory
             self._holders.setdefault(id(parameter), None)
-        shown = [place for name, model in self._models.items() for place in places(name, model)]
-        self._watch = Watch(self._parameters, shown, self._optimizers, include_grads=include_grads)
+        self._watch = Watch(self._parameters, self._models, self._optimizers, include_grads=include_grads)
         self._held: list[_Held] = []
+        # Kept until the tensors change: what would be the same in every step.
+        self._structures: dict[int, bytes] = {}
+        self._readers: dict[int, LiveTensors] = {}
         # Gradients of DTensors: how they are spread over the ranks only load_common_state knows.
         self._prepared_grads: dict[str, torch.Tensor] = {}
         self._whole = LiveTensors([], [])
@@ -161,12 +172,15 @@ class Captured:
         `grads`: copies to read instead of the gradients, in the order of `parameters`."""
         self.rank_layout()
         held = self._sets[index][1]
-        tensors = [one.tensor for one in held]
-        for position, one in enumerate(held):
-            copy = grads[one.grad_of] if grads and one.grad_of is not None else None
-            if copy is not None:
-                tensors[position] = copy
-        return LiveTensors([one.spec for one in held], tensors)
+        copies = [None if one.grad_of is None else grads[one.grad_of] for one in held] if grads else []
+        if any(copy is not None for copy in copies):
+            return LiveTensors(
+                [one.spec for one in held],
+                [one.tensor if copy is None else copy for one, copy in zip(held, copies, strict=True)],
+            )
+        if index not in self._readers:
+            self._readers[index] = LiveTensors([one.spec for one in held], [one.tensor for one in held])
+        return self._readers[index]
 
     def layout(self) -> Layout:
         """All tensors in one layout, as they are now, to which the pieces of `read_piece` and `write_piece` refer."""
@@ -258,8 +272,8 @@ class Captured:
         }
         return {
             "optimizers": {
-                state.name: state.common_state(mine)
-                for state, mine in zip(self._optimizers, groups, strict=True)
+                state.name: {"groups": mine, "state": self._structure(index)}
+                for index, (state, mine) in enumerate(zip(self._optimizers, groups, strict=True))
             },
             "extras": {
                 name: extras[name] if extras and name in extras else detached_copy(extra.state_dict())
@@ -267,6 +281,12 @@ class Captured:
             },
             "grads": described,
         }
+
+    def _structure(self, index: int) -> bytes:
+        encoded = self._structures.get(index)
+        if encoded is None or not self._watch.settled(index):
+            encoded = self._structures[index] = self._optimizers[index].structure()
+        return encoded
 
     def load_common_state(self, common: Any) -> None:
         """Put back what `common_state` gave, here or on another rank. Call it after `prepare` (nested
@@ -337,11 +357,13 @@ class Captured:
     def _hold(self, held: list[_Held]) -> None:
         self._held = held
         self._rank_layout = None
+        self._structures, self._readers = {}, {}
 
     def _adopt_grads(self, new: list[tuple[int, torch.Tensor | None]]) -> bool:
         """Take new gradients where they leave the layout as it is; False where they do not."""
         if not new:
             return True
+        self._readers = {}
         holding = {one.grad_of: one for one in self._held if one.grad_of is not None}
         for number, grad in new:
             one = holding.get(number)

@@ -76,6 +76,23 @@ def parameters_of(models: Mapping[str, torch.nn.Module]) -> list[tuple[str, torc
     return list(found.values())
 
 
+def refuse_unsharded(
+    models: Iterable[torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]
+) -> None:
+    """UsageError naming an optimizer that holds what FSDP2 shows during a step, instead of what it keeps."""
+    shown = {
+        key: value for model in models for key, value in torch_private.fsdp_sharded_parameters(model).items()
+    }
+    for name, optimizer in optimizers.items():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if shown.get(id(parameter), parameter) is not parameter:
+                    raise UsageError(
+                        f"{name} was given parameters that fully_shard had gathered for a forward, and will not keep; "
+                        "build it before the first forward, or call reshard() on the modules before"
+                    )
+
+
 def distinct(named: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
     """Different Parameter objects over the very same memory (`b.weight.data = a.weight.data`) count once, like one
     that is tied."""

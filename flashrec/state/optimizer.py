@@ -18,11 +18,12 @@ from flashrec import torch_private
 from flashrec.errors import UsageError
 from flashrec.state.codec import Foreign
 from flashrec.state.shards import as_described, description, same_mesh
-from flashrec.state.tensors import detached_copy, local_of
+from flashrec.state.tensors import decode, detached_copy, encode, local_of
 
 # In the plain part of the state, these stand where a tensor of the layout belongs.
 _TENSOR = "flashrec.tensor"
 _DTENSOR = "flashrec.dtensor"
+_MAX_STRUCTURE_BYTES = 1 << 30
 
 # A key that is not a simple word is quoted in a tensor's name, so that no two paths give the same name.
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -109,11 +110,11 @@ class OptimizerState:
             if _WORD.fullmatch(path):
                 state.setdefault(_owner(key, parameters), {})[path] = tensor
 
-    def common_state(self, groups: list[dict[str, Any]]) -> dict[str, Any]:
-        """Hyper-parameters, as `groups` has them, and the structure of the state; tensors of the layout appear as
-        references."""
+    def structure(self) -> bytes:
+        """The parts of the state that are not tensors of the layout, which appear as references: encoded, because
+        where there are thousands that takes time, and it seldom changes."""
         entries = {key: _with_references(entry, f"{self.name}.state.{key}") for key, entry in self._entries()}
-        return {"groups": groups, "state": entries}
+        return encode(entries)
 
     def hyper_parameters(self) -> list[dict[str, Any]]:
         """A copy of all that param_groups hold besides the parameters themselves."""
@@ -124,13 +125,14 @@ class OptimizerState:
         return groups
 
     def load_common_state(self, common: dict[str, Any]) -> None:
-        """Raises UsageError when the state is of an optimizer with other groups."""
+        """Put back {"groups": what `hyper_parameters`, "state": what `structure` gave}. Raises UsageError when it is of
+        an optimizer with other groups."""
         self.load_hyper_parameters(common["groups"])
         known = {**dict(self.tensors()), **self._prepared}
         state = self.keeper.state
         parameters = self.parameters()
         entries = {}
-        for key, entry in common["state"].items():
+        for key, entry in decode(common["state"], _MAX_STRUCTURE_BYTES).items():
             owner = _owner(key, parameters)
             entries[owner] = _with_tensors(entry, known, owner)
         for owner in [owner for owner in state if owner not in entries]:

@@ -7,7 +7,7 @@ keeps it, so that in nearly every step there is nothing new.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -16,31 +16,37 @@ from torch import nn
 
 from flashrec import torch_private
 from flashrec.errors import UsageError
+from flashrec.state.names import parameters_of
 from flashrec.state.optimizer import OptimizerState, leaves
 from flashrec.state.tensors import dtype_name
 
+_ADVICE = "; call protect() when the model has the form it is trained in"
+
 
 class Watch:
-    """`parameters`: every parameter with its name; `places`: those among them that a module must go on
-    showing, with (the module's own dict of parameters, the key in it)."""
+    """`parameters`: every parameter with its name. `models` are looked through again where one of their modules no
+    longer shows what it did."""
 
     def __init__(
         self,
         parameters: Sequence[tuple[str, torch.Tensor]],
-        places: Sequence[tuple[str, dict[str, Any], str]],
+        models: Mapping[str, nn.Module],
         optimizers: Sequence[OptimizerState],
         *,
         include_grads: bool,
     ) -> None:
         self._names = [name for name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
-        self._shapes = [parameter.shape for parameter in self._parameters]
-        self._dtypes = [parameter.dtype for parameter in self._parameters]
         self._sharded = [one for one in self._parameters if torch_private.is_dtensor(one)]
         self._shards: list[torch.Tensor] = []
-        self._place_names = [name for name, _, _ in places]
-        self._places = [(owner, key) for _, owner, key in places]
-        self._shown = [owner.get(key) for _, owner, key in places]
+        # A DTensor gets another form only with another shard.
+        self._plain = [one for one in self._parameters if not torch_private.is_dtensor(one)]
+        self._forms = [(one.shape, one.dtype) for one in self._parameters]
+        self._plain_shapes = [one.shape for one in self._plain]
+        self._plain_dtypes = [one.dtype for one in self._plain]
+        self._models = models
+        self._in_models = {id(one): name for name, one in parameters_of(models)}
+        self._look_through()
         self._optimizers = list(optimizers)
         self._given = [state.parameters() for state in self._optimizers]
         self._include_grads = include_grads
@@ -66,7 +72,18 @@ class Watch:
         if self._states is None:
             return False
         shards = [torch_private.local_shard(parameter) for parameter in self._sharded]
-        return all(map(is_, shards, self._shards)) and all(seen.unchanged() for seen in self._states)
+        if not all(map(is_, shards, self._shards)):
+            self._check_forms()
+            return False
+        return all(seen.unchanged() for seen in self._states)
+
+    def settled(self, index: int) -> bool:
+        """Whether the state of optimizer number `index` is all tensors, the very objects it had at `remember`. May be
+        asked from another thread."""
+        if self._states is None:
+            return False
+        seen = self._states[index]
+        return not seen.has_plain_values and seen.unchanged()
 
     def new_grads(self) -> list[tuple[int, torch.Tensor | None]]:
         """(number of the parameter, its gradient) where that is not the object it was at `remember`, or at the last
@@ -80,12 +97,12 @@ class Watch:
         return [(number, now) for number, now in enumerate(grads) if now is not before[number]]
 
     def _check_parameters(self) -> None:
-        if [one.shape for one in self._parameters] != self._shapes:
-            self._explain("resized")
-        if [one.dtype for one in self._parameters] != self._dtypes:
-            self._explain("given another dtype")
+        if [one.shape for one in self._plain] != self._plain_shapes:
+            self._check_forms()
+        if [one.dtype for one in self._plain] != self._plain_dtypes:
+            self._check_forms()
         if not all(map(is_, [owner.get(key) for owner, key in self._places], self._shown)):
-            self._explain("replaced")
+            self._check_models()
         for state, given in zip(self._optimizers, self._given, strict=True):
             now = state.parameters()
             if len(now) != len(given) or not all(map(is_, now, given)):
@@ -94,18 +111,28 @@ class Watch:
                     "after the last add_param_group()"
                 )
 
-    def _explain(self, what: str) -> None:
-        advice = "; call protect() when the model has the form it is trained in"
-        for (owner, key), shown, name in zip(self._places, self._shown, self._place_names, strict=True):
-            if owner.get(key) is not shown:
-                raise UsageError(f"parameter {name!r} was replaced since protect(){advice}")
-        for name, one, shape, dtype in zip(
-            self._names, self._parameters, self._shapes, self._dtypes, strict=True
-        ):
+    def _check_models(self) -> None:
+        """Modules may be wrapped or exchanged, as long as the parameters are the same."""
+        now = {id(one): name for name, one in parameters_of(self._models)}
+        for key, name in self._in_models.items():
+            if key not in now:
+                raise UsageError(f"parameter {name!r} was replaced since protect(){_ADVICE}")
+        for key, name in now.items():
+            if key not in self._in_models:
+                raise UsageError(f"parameter {name!r} was added since protect(){_ADVICE}")
+        self._look_through()
+
+    def _look_through(self) -> None:
+        self._places = [place for model in self._models.values() for place in torch_private.places(model)]
+        self._shown = [shown.get(key) for shown, key in self._places]
+
+    def _check_forms(self) -> None:
+        for name, one, (shape, dtype) in zip(self._names, self._parameters, self._forms, strict=True):
             if (one.shape, one.dtype) != (shape, dtype):
+                what = "resized" if one.dtype == dtype else "given another dtype"
                 raise UsageError(
-                    f"parameter {name!r} was {dtype_name(dtype)}, shape {list(shape)}, at protect() and is "
-                    f"{dtype_name(one.dtype)}, shape {list(one.shape)}, now: it was {what}{advice}"
+                    f"parameter {name!r} was {what} since protect(): from {dtype_name(dtype)}, shape {list(shape)}, to "
+                    f"{dtype_name(one.dtype)}, shape {list(one.shape)}{_ADVICE}"
                 )
 
 
@@ -121,6 +148,10 @@ class _Seen:
             position for position, value in enumerate(self._values) if not isinstance(value, torch.Tensor)
         }
         self._inside = self._nested()
+
+    @property
+    def has_plain_values(self) -> bool:
+        return bool(self._plain)
 
     def unchanged(self) -> bool:
         entries = self._state
@@ -155,16 +186,6 @@ class _Seen:
             if isinstance(self._values[position], (dict, list, tuple))
             for leaf in leaves(self._values[position], str(position))
         ]
-
-
-def places(model_name: str, model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Where `model` shows its parameters, for `Watch`; without those that FSDP2 replaces in every step."""
-    sharded = torch_private.fsdp_sharded_parameters(model)
-    for prefix, module in model.named_modules():
-        shown = torch_private.shown_parameters(module)
-        for key, parameter in shown.items():
-            if parameter is not None and id(parameter) not in sharded:
-                yield ".".join(part for part in (model_name, prefix, key) if part), shown, key
 
 
 def _first_other(now: list[torch.Tensor], before: list[torch.Tensor]) -> str:

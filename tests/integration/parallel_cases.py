@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import warnings
 from collections.abc import Callable
@@ -90,6 +91,19 @@ class Case:
         for model in self.models:
             index = torch.randint(0, 6, (2, 4), generator=generator)
             model(index).float().square().sum().backward()
+
+    def broken_off(self, step: int, *, inside: bool) -> None:
+        """A forward without a backward; with `inside` not even that to its end."""
+        part = self.models[0].get_submodule("norm")
+
+        def stop(*_: Any) -> None:
+            raise ConnectionError("a peer is gone")
+
+        hook = part.register_forward_hook(stop) if inside else None
+        with contextlib.suppress(ConnectionError):
+            self.models[0](torch.full((2, 4), step % 6))
+        if hook is not None:
+            hook.remove()
 
     def rehearse(self) -> None:
         """Let DDP choose the buckets it has after its first step; the order of its sums depends on them."""

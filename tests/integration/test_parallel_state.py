@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flashrec.errors import UsageError
 from flashrec.state.capture import Captured, capture
 from flashrec.state.layout import RankLayout
 from flashrec.state.private import PrivateState, Redo
@@ -107,13 +108,21 @@ def check(name: str, rank: int) -> dict[str, Any]:
         for index, one in enumerate(layout.sets)
     ] == noted, "what was noted is what is sealed"
     assert encode(redo.common_state()) == common
+    for inside in (False, True) if "fsdp" in name else ():
+        with Silence():
+            redo.put_back()
+        case.broken_off(3, inside=inside)
     with Silence():
         redo.put_back()
     assert state_of(captured) == (layout.to_bytes(), contents, common), "put back"
+    with Silence():
+        redo.note()
 
     case.train(3)
     case.train(4)
     final = state_of(captured)
+    if "fsdp" in name:
+        case.broken_off(5, inside=False)  # unsharded parameters of what will have been
     install(captured, layout, contents, common)
     case.train(3)
     case.train(4)
@@ -163,6 +172,36 @@ def test_state_moves_and_replica_sets_are_what_structure_says(family: str) -> No
         numbers = ranks.start_all(all_cases, SIZE, names)
         for _ in names:
             check_together(ranks.results(numbers))
+
+
+def unreduced(rank: Rank) -> str:
+    """Accumulates without reducing, and begins a step so."""
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")
+    store = dist.FileStore(str(rank.meeting / "store"), rank.size)
+    dist.init_process_group("gloo", store=store, rank=rank.rank, world_size=rank.size)
+    case = parallel_cases.build("fsdp", rank.rank, seed=0)
+    redo = Redo(PrivateState(case.models), captured_of(case, rank.rank))
+    redo.note()
+    before = case.models[0].first.weight.to_local().clone()
+    case.models[0].set_requires_gradient_sync(False)
+    case.half_a_step(0)
+    with pytest.raises(UsageError, match=r"set_requires_gradient_sync") as refused:
+        redo.note()
+    redo.put_back()  # throws the half-done sum away
+    case.models[0].set_requires_gradient_sync(True)
+    redo.note()
+    assert torch.equal(before, case.models[0].first.weight.to_local())
+    case.train(0)
+    other = parallel_cases.build("fsdp", rank.rank, seed=0)
+    other.train(0)
+    for mine, theirs in zip(case.models[0].parameters(), other.models[0].parameters(), strict=True):
+        assert torch.equal(mine.to_local(), theirs.to_local())
+    return str(refused.value)
+
+
+def test_a_step_cannot_begin_with_gradients_that_are_nowhere_to_be_noted() -> None:
+    with Ranks() as ranks:
+        assert "micro" in ranks.results(ranks.start_all(unreduced, SIZE))[0]
 
 
 def test_every_case_is_in_a_family() -> None:
