@@ -78,6 +78,11 @@ class Engine:
         return self.phase in phases
 
     @property
+    def sealing(self) -> bool:
+        """Whether the job is in the sealed regime, as far as this rank knows."""
+        return self._machine is not None and self._machine.state.sealing
+
+    @property
     def version(self) -> int | None:
         return self._machine.state.version if self._machine else None
 
@@ -157,6 +162,7 @@ class Engine:
         assert self.state is not None
         self.rehearsing = True
         self.state.redo.note()
+        self.groups.play_back(self._first_step_record(), told_only=True)
         if self._machine is None:
             self.groups.act_as(0)
 
@@ -216,6 +222,10 @@ class Engine:
         self._settle(ph.Enter())
         self.attempt = self.attempt + 1 if self.version == self._entered else 0
         self._entered = self.version
+        self.groups.record_to(self._first_step_record() if self.version == 0 else None, told_only=True)
+
+    def _first_step_record(self) -> Path:
+        return self.shm_dir / "prelude" / f"first-r{self.rank}"
 
     def _refuse_nesting(self) -> None:
         if self.rehearsing or self.phase in IN_BODY:
