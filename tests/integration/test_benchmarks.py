@@ -60,3 +60,14 @@ def test_gate_measures_both_transports() -> None:
     assert [one["kind"] for one in figures["gates"]] == ["all-reduce", "shared memory"]
     for one in figures["gates"]:
         assert one["busy_us"]["n"] == one["latency_us"]["n"] == 40
+
+
+def test_sealing_gives_bandwidths_costs_and_memory() -> None:
+    figures = run("sealing", "--sizes", 4, "--rounds", 2)
+    (size,) = figures["sizes"]
+    assert 3.5 < size["size_mb"] < 4.5
+    for what in ("memcpy", "seal_first", "seal_all", "seal_none", "thread", "pull"):
+        assert size[f"{what}_gbps"] > 0
+    for what in ("begin_us", "finish_us"):
+        assert size[what]["n"] == 2
+    assert 1 <= size["arena_bytes"] / size["held_bytes"] <= 1.05
