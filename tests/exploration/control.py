@@ -8,18 +8,20 @@ them: texts, and the counters of budgets (which the explorer's configuration nev
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from flashrec import phases as ph
 from flashrecd.core import events as ev
 from flashrecd.core.job import Core
 from flashrecd.core.state import JobConfig, JobState, Member, RankStatus, Status
-from tests.exploration import invariants
+from tests.exploration import arenas, invariants
 from tests.exploration.model import (
     BLANK,
     NO_CONTEXT,
     Config,
     Life,
     Proc,
+    Regime,
     Slot,
     Somebody,
     Standby,
@@ -30,6 +32,7 @@ from tests.exploration.ranks import die, moves
 
 NOW = 0.0
 ENOUGH = 1_000_000
+SEEN = "seen by the exploration"
 NEW = 1000  # processes the core names itself are p1000 and later, so that they meet no other name
 
 
@@ -41,11 +44,19 @@ def standby_name(number: int) -> str:
     return f"s{number}"
 
 
-def compose(world: World) -> JobState:
+Claims = tuple[tuple[tuple[int, ...], str], ...]
+
+
+def claims_of(config: Config, rank: int) -> Claims:
+    """What `rank` holds, in its own words."""
+    return ((config.set_of(rank), "digest"),)
+
+
+def compose(world: World, config: Config) -> JobState:
     names = [(standby_name(i), s) for i, s in enumerate(world.standbys)]
     return replace(
         world.hub,
-        members=tuple([_named(s.member, r) for r, s in enumerate(world.slots)]),
+        members=tuple([_named(s.member, r, config) for r, s in enumerate(world.slots)]),
         standbys=tuple((name, s.known) for name, s in names if s.known is not None),
         stopping_procs=(
             *[slot_name(r) for r, s in enumerate(world.slots) if s.doomed],
@@ -56,25 +67,37 @@ def compose(world: World) -> JobState:
 
 
 @functools.cache
-def _named(member: Member, rank: int) -> Member:
-    return replace(member, proc=slot_name(rank))
+def _named(member: Member, rank: int, config: Config) -> Member:
+    protected = member.status is not RankStatus.STARTING
+    return replace(member, proc=slot_name(rank), claims=claims_of(config, rank) if protected else None)
 
 
-def event_of(world: World, rank: int) -> ev.Event:
+def kept_by(slot: Slot) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Versions in its private slots, and in its arena."""
+    sealed = [kept.content.version for kept in slot.arena if kept.sealed]
+    return tuple([content.version for content in slot.private]), tuple(sealed)
+
+
+def event_of(world: World, rank: int, config: Config) -> ev.Event:
     """The oldest message of a rank's process, as the shell hands it to the core."""
     slot = world.slots[rank]
     proc, (kind, *rest) = slot_name(rank), slot.outbox[0]
-    versions = tuple(content.version for content in slot.arena)
     match kind:
         case "protected":
-            return ev.Protected(proc, "layout")
+            return ev.Protected(proc, claims_of(config, rank), SEEN if config.regime is Regime.SEALED else "")
+        case "switched":
+            return ev.Switched(proc, SEEN)
         case "parked":
-            return ev.Parked(proc, *rest, versions)  # type: ignore[arg-type]
+            return ev.Parked(proc, *rest, *kept_by(slot))  # type: ignore[arg-type]
         case "formed":
             return ev.Formed(proc, *rest)  # type: ignore[arg-type]
         case "leaving":
             return ev.Leaving(proc, *rest)  # type: ignore[arg-type]
     raise AssertionError(f"no message {kind}")
+
+
+def hears(before: Slot, slot: Slot, rank: int) -> str:
+    return f"core hears {slot.outbox[0]} of {rank}{'' if before is slot else ', just sealed'}"
 
 
 def put(world: World, rank: int, slot: Slot) -> World:
@@ -103,16 +126,19 @@ class Control:
     def initial(self) -> World:
         """The daemon has just begun; or (from_start False) every rank has protected, and it knows."""
         config = self.config
-        world = World(JobState(), (Slot(BLANK),) * config.num_ranks, (), config.num_faults)
+        slots = tuple([Slot(BLANK, replica=config.replica(rank)) for rank in range(config.num_ranks)])
+        world = World(JobState(), slots, (), config.num_faults)
         world = self.tell(world, ev.Begin())
         if not config.from_start:
             while world.hub.status is Status.STARTING:  # protect, seal and say so: one rank after the other
                 rank = next(
                     r for r, slot in enumerate(world.slots) if slot.member.status is RankStatus.STARTING
                 )
-                for _ in range(3):
-                    world = put(world, rank, moves(world.slots[rank], NO_CONTEXT, config)[0].slot)
+                while options := moves(world.slots[rank], NO_CONTEXT, config):
+                    world = put(world, rank, options[0].slot)
                 world = self.hear(world, rank)
+            for rank, slot in enumerate(world.slots):  # each is told the regime
+                world = put(world, rank, moves(slot, NO_CONTEXT, config)[0].slot)
             for number in range(len(world.standbys)):
                 world = self.hear_standby(standby_moves(world)[0][1], number)
         return world
@@ -121,9 +147,10 @@ class Control:
         """What the core can hear next: the oldest message of each channel, and deaths."""
         options: list[tuple[str, Callable[[], World]]] = []
         for rank, slot in enumerate(world.slots):
-            if slot.outbox:
-                label = f"core hears {slot.outbox[0]} of {rank}"
-                options.append((label, lambda rank=rank: self.hear(world, rank)))
+            options.extend(
+                (hears(before, slot, rank), partial(self.hear, world, rank, before))
+                for before in self.spoken(slot)
+            )
             if slot.life is Life.ZOMBIE:
                 options.append(
                     (f"core hears of the death of {rank}", lambda rank=rank: self.bury(world, rank))
@@ -137,16 +164,23 @@ class Control:
                 options.append((label, lambda number=number: self.bury_standby(world, number)))
         return options
 
-    def hear(self, world: World, rank: int) -> World:
-        event = event_of(world, rank)
-        slot = world.slots[rank]
+    def spoken(self, slot: Slot) -> tuple[Slot, ...]:
+        """The slot as the core may find it when it hears the oldest message of its process; () if there is none."""
+        if not slot.outbox:
+            return ()
+        return arenas.resolved(slot, self.config) if slot.outbox[0][0] == "parked" else (slot,)
+
+    def hear(self, world: World, rank: int, slot: Slot | None = None) -> World:
+        slot = slot or world.slots[rank]
+        world = put(world, rank, slot)
+        event = event_of(world, rank, self.config)
         return self.tell(put(world, rank, slot._replace(outbox=slot.outbox[1:])), event)
 
     def bury(self, world: World, rank: int) -> World:
         """The kernel says that a rank's process is gone. What it had sent and was not heard yet is lost."""
         slot = world.slots[rank]
         code, signal = (None, 9) if slot.exit_code is None else (slot.exit_code, None)
-        event = ev.Exited(slot_name(rank), code, signal, tuple(content.version for content in slot.arena))
+        event = ev.Exited(slot_name(rank), code, signal, *kept_by(slot))
         return self.tell(put(world, rank, slot._replace(life=Life.NONE, outbox=())), event)
 
     def hear_standby(self, world: World, number: int) -> World:
@@ -171,10 +205,10 @@ class Control:
         )
         decided = self.decided.get(key)
         if decided is None:
-            self.core.state = compose(world)
+            self.core.state = compose(world, self.config)
             actions = self.core.handle(event, NOW)
             decided = self.decided[key] = (self.core.state, actions)
-        return Effects(world, *decided).world
+        return Effects(self.config, world, *decided).world
 
 
 # --- the world obeys ---------------------------------------------------------------------------------
@@ -185,13 +219,14 @@ def _plain(member: Member, status: Status) -> Member:
     """What is known of a rank, less what the core learns anew before it ever looks at it again."""
     if status is Status.RUNNING and member.status is RankStatus.LIVE:
         return Member("", member.status)
-    return replace(member, proc="", layout=None)
+    return replace(member, proc="", claims=None)
 
 
 class Effects:
     """One answer of the core, carried out: `world` is the world afterwards."""
 
-    def __init__(self, world: World, state: JobState, actions: list[ev.Action]) -> None:
+    def __init__(self, config: Config, world: World, state: JobState, actions: list[ev.Action]) -> None:
+        self.config = config
         self.before = world
         self.state = state
         self.slots = list(world.slots)
@@ -210,6 +245,8 @@ class Effects:
                     self._assign(action)
                 case ev.Abort():
                     self._send(action.procs, ph.Latch(action.generation))
+                case ev.SetRegime():
+                    self._send(action.procs, ph.Regime(action.sealing))
                 case ev.SendPlan():
                     self._plan(action)
                 case ev.Release():
@@ -220,7 +257,7 @@ class Effects:
                 case ev.Prepare():
                     self._change(action.proc, building=True)
                 case ev.Log() if action.event == "stopping" and "cannot recover" in action.reason:
-                    invariants.at_giving_up(self.slots)
+                    invariants.at_giving_up(self.slots, bool(self.state.why_sealed))
                 case _:
                     pass
 
@@ -245,7 +282,8 @@ class Effects:
             stopping_procs=(),
             num_launched=0,
             restarts=0,
-            tries=(state.tries[0] if state.status is Status.FORMING else -1, 0),
+            tries=(-1, 0),
+            version=state.version if state.status is Status.FORMING else 0,
             first_failure="",
             outcome=state.outcome and (state.outcome[0], ""),
         )
@@ -271,7 +309,16 @@ class Effects:
         proc = Proc(ph.RankState(0, phase, action.generation))
         slot = slot._replace(life=Life.ALIVE, proc=proc, inbox=(), outbox=(), exit_code=None)
         if not action.replacement:
-            slot = slot._replace(joined=action.generation, entered=-1, voted=-1, refused=-1, served=None)
+            invariants.at_start(slot)
+            slot = Slot(
+                slot.member,
+                slot.life,
+                proc=proc,
+                private=slot.private,  # files of an earlier start stay where they are
+                arena=slot.arena,
+                replica=slot.replica,
+                joined=action.generation,
+            )
         self.slots[action.rank] = slot
 
     def _assign(self, action: ev.Assign) -> None:
@@ -297,14 +344,18 @@ class Effects:
 
     def _plan(self, action: ev.SendPlan) -> None:
         plan = action.plan
-        invariants.at_plan(self.slots, plan)
+        invariants.at_plan(self.slots, plan, action.sealing)
         sources = {rank for _, servers in plan.served for rank in servers}
+        served = {members for members, _ in plan.served}
         for rank, slot in enumerate(self.slots):
+            arenas_give = rank in plan.replaced and self.config.set_of(rank) not in served
             self.slots[rank] = slot._replace(
                 is_source=plan.generation if rank in sources else 0,
+                from_arenas=plan.generation if arenas_give else 0,
                 served=None,
             )
-        self._send(action.procs, ph.Plan(plan.generation, plan.version, Somebody((0,) * len(plan.replaced))))
+        somebody = Somebody((0,) * len(plan.replaced))
+        self._send(action.procs, ph.Plan(plan.generation, plan.version, somebody, (), action.sealing))
 
     def _kill(self, name: str) -> None:
         target = self.names[name]

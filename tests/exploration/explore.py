@@ -28,12 +28,13 @@ import time
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from flashrec import phases as ph
 from flashrecd.core.events import SendPlan
 from flashrecd.core.state import JobState, RankStatus, Status
 from tests.exploration import control, invariants, ranks
-from tests.exploration.model import Config, Life, Move, Slot, Violation, World
+from tests.exploration.model import Await, Config, Life, Move, Slot, Violation, World
 from tests.exploration.world import Public, breakable, context, public
 
 State = tuple[int, tuple[int, ...], int, int, int]  # hub, slots, standbys, faults left, generation cut
@@ -51,8 +52,9 @@ class Report:
 
     def __str__(self) -> str:
         c = self.config
+        kind = f"{c.regime}{f' {c.sets}' if c.sets else ''}{', communicating' if c.communicates else ''}"
         text = (
-            f"{c.num_ranks} ranks, {c.steps} steps, {c.num_faults} faults, {c.num_standbys} standbys"
+            f"{kind}: {c.num_ranks} ranks, {c.steps} steps, {c.num_faults} faults, {c.num_standbys} standbys"
             f"{'' if c.reduced else ', unreduced'}: {self.num_states} states, {self.num_events} events, "
             f"{self.seconds:.1f} s, final states by exit code {self.outcomes}"
         )
@@ -91,14 +93,17 @@ class Explorer:
         self.move_cache: dict[object, tuple[tuple[Move, int], ...]] = {}
         self.core_cache: dict[object, tuple[int, tuple[int, ...], int]] = {}
         self.sound: set[object] = set()
-        self.death_ids: dict[int, int] = {}
+        self.death_ids: dict[int, tuple[int, ...]] = {}
+        self.replicas: list[int] = []
+        self.is_mixed = bool(config.sets)
 
     # --- states as small numbers --------------------------------------------------------------------------
 
     def slot_id(self, slot: Slot) -> int:
         number = self.slots(slot, _types(slot))
         if number == len(self.publics):
-            self.publics.append(public(slot))
+            self.publics.append(public(slot, self.config))
+            self.replicas.append(slot.replica)
             self.views.append(invariants.view(slot))
             self.quiet.append(self._quiet(slot))
         return number
@@ -106,6 +111,8 @@ class Explorer:
     @staticmethod
     def _quiet(slot: Slot) -> int:
         stepping = (*invariants.STEPPING, ph.Phase.IDLE, ph.Phase.LEFT, ph.Phase.GONE)
+        if slot.proc and slot.proc.todo and isinstance(slot.proc.todo[0], Await):
+            return 0
         still = slot.life is Life.ALIVE and slot.proc is not None and not slot.inbox
         if not still or slot.proc is None or slot.proc.state.latched or slot.proc.state.plan:
             return 0
@@ -113,8 +120,13 @@ class Explorer:
         return slot.joined if slot.proc.state.phase in stepping and not under_way else 0
 
     def pack(self, world: World) -> State:
-        ids = tuple(sorted([self.slot_id(slot) for slot in world.slots]))
+        ids = self._sorted([self.slot_id(slot) for slot in world.slots])
         return self.hubs(world.hub), ids, self.standbys(world.standbys), world.faults, world.cut
+
+    def _sorted(self, ids: list[int]) -> tuple[int, ...]:
+        """Only ranks of one replica set, and those with a set of their own, are alike."""
+        ids.sort(key=(lambda number: (self.replicas[number], number)) if self.is_mixed else None)
+        return tuple(ids)
 
     def unpack(self, state: State) -> World:
         hub, slots, standbys, faults, cut = state
@@ -142,12 +154,13 @@ class Explorer:
             self.move_cache[key] = found
         return found
 
-    def death(self, number: int) -> int:
+    def deaths(self, state: State, i: int) -> list[tuple[str, State]]:
+        number = state[1][i]
         if number not in self.death_ids:
             slot = self.slots.values[number]
             assert isinstance(slot, Slot)
-            self.death_ids[number] = self.slot_id(ranks.die(slot))
-        return self.death_ids[number]
+            self.death_ids[number] = tuple(self.slot_id(dead) for dead in ranks.deaths(slot, self.config))
+        return [(f"! {i} dies", self._moved(state, i, dead, 1)) for dead in self.death_ids[number]]
 
     def successors(self, state: State) -> list[tuple[str, State]]:
         hub, slots, standbys, left, cut = state
@@ -156,16 +169,16 @@ class Explorer:
         found: list[tuple[str, State]] = []
         for i, number in enumerate(slots):
             mine = self.moves(number, publics, cut)
-            for move, after in mine:
-                if move.eager and self.config.reduced:
-                    found.append((f"{i} {move.label}", self._moved(state, i, after)))
-                    if left and move.lasting:
-                        found.append((f"! {i} dies", self._moved(state, i, self.death(number), 1)))
-                    return found
+            eager = [option for option in mine if option[0].eager] if self.config.reduced else []
+            if eager:
+                found.extend((f"{i} {move.label}", self._moved(state, i, after)) for move, after in eager)
+                if left and any(move.lasting for move, _ in eager):
+                    found.extend(self.deaths(state, i))
+                return found
             every.append(mine)
-        eager = self._heard_at_once(state) if self.config.reduced else []
-        if eager:
-            return eager
+        heard = self._heard_at_once(state) if self.config.reduced else []
+        if heard:
+            return heard
         for i, mine in enumerate(every):
             if i and slots[i] == slots[i - 1] and self.config.reduced:
                 continue  # its twin does the same
@@ -180,8 +193,8 @@ class Explorer:
             found.extend((label, self.pack(after)) for label, after in control.standby_moves(world))
         if left:
             for i, number in enumerate(slots):
-                if publics[i].alive and not (i and slots[i] == slots[i - 1]):
-                    found.append((f"! {i} dies", self._moved(state, i, self.death(number), 1)))
+                if publics[i].alive and not (i and number == slots[i - 1]):
+                    found.extend(self.deaths(state, i))
             if self.config.num_standbys:
                 found.extend(
                     (label, self.pack(after)) for label, after in control.standby_deaths(self.unpack(state))
@@ -200,7 +213,7 @@ class Explorer:
         slots = state[1]
         return (
             state[0],
-            tuple(sorted((*slots[:i], number, *slots[i + 1 :]))),
+            self._sorted([*slots[:i], number, *slots[i + 1 :]]),
             state[2],
             state[3] - faults,
             state[4],
@@ -228,16 +241,13 @@ class Explorer:
             slot = self.slots.values[number]
             assert isinstance(slot, Slot)
             if slot.life is Life.ALIVE and slot.outbox:
-                after = self._core(state, i, f"core hears {slot.outbox[0]} of {i}", self.daemon.hear)
-                now = self.hubs.values[after[0]]
-                assert isinstance(now, JobState)
-                same = now.status is before.status
-                parks = now.status is Status.PARKING and not self.config.num_standbys
-                if now.generation == before.generation and (same or parks):
-                    found = [(f"core hears {slot.outbox[0]} of {i}", (*after, left, cut))]
-                    if left:
-                        found.append((f"! {i} dies", self._moved(state, i, self.death(number), 1)))
-                    return found
+                found = []
+                for spoken in self.daemon.spoken(slot):
+                    label = control.hears(spoken, slot, i)
+                    after = self._core(state, i, label, partial(self.daemon.hear, slot=spoken))
+                    found.append((label, (*after, left, cut)))
+                if all(self._commutes(before, after[0]) for _, after in found):
+                    return [*found, *(self.deaths(state, i) if left else ())]
             elif slot.life is Life.ZOMBIE and not slot.outbox:
                 status = slot.member.status
                 if (status is RankStatus.LIVE and before.status in (Status.RUNNING, Status.PARKING)) or (
@@ -246,6 +256,12 @@ class Explorer:
                     label = f"core hears of the death of {i}"
                     return [(label, (*self._core(state, i, label, self.daemon.bury), left, cut))]
         return []
+
+    def _commutes(self, before: JobState, number: int) -> bool:
+        now = self.hubs.values[number]
+        assert isinstance(now, JobState)
+        parks = now.status is Status.PARKING and not self.config.num_standbys
+        return now.generation == before.generation and (now.status is before.status or parks)
 
     def _core(
         self, state: State, i: int, label: str, happen: Callable[[World, int], World]
@@ -320,7 +336,7 @@ class Explorer:
                 action.plan.generation,
                 action.plan.version,
                 len(action.plan.replaced),
-                tuple(sorted((m.version or 0, m.can_advance, m.sealed) for m in state.members)),
+                tuple(sorted((m.version or 0, m.can_advance, m.private, m.sealed) for m in state.members)),
             )
             for state, actions in self.daemon.decided.values()
             for action in actions

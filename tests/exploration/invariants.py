@@ -4,9 +4,10 @@ from collections.abc import Iterable, Sequence
 
 from flashrec import phases as ph
 from flashrecd.core.plan import Plan
+from tests.exploration import arenas
 from tests.exploration.model import Content, Life, Proc, Slot, Violation
 
-STEPPING = (ph.Phase.COMPUTING, ph.Phase.GATED, ph.Phase.APPLYING, ph.Phase.TAIL)
+STEPPING = (ph.Phase.COMPUTING, ph.Phase.GATED, ph.Phase.APPLYING, ph.Phase.TAIL, ph.Phase.CLOSING)
 
 
 def require(holds: bool, what: str) -> None:
@@ -46,18 +47,28 @@ def at_vote(slot: Slot, proc: Proc) -> None:
     require(not proc.state.latched, "a rank votes though it knows of a failure")
 
 
-def at_apply(proc: Proc) -> None:
+def at_apply(slot: Slot, proc: Proc) -> None:
+    require(not arenas.is_writing(slot), f"step {proc.state.version} is applied while it is being sealed")
     require(proc.grads > 0, f"step {proc.state.version} is applied without complete gradients")
     assert proc.tensors is not None
     require(proc.tensors.version == proc.state.version, "a rank's memory is not at the version it believes")
 
 
-def at_verdict(to: ph.Phase, passed: bool) -> None:
-    require(to is not ph.Phase.APPLYING or passed, "a step is applied though not every rank voted for it")
+def at_verdict(to: ph.RankState, passed: bool) -> None:
+    require(
+        to.phase is not ph.Phase.APPLYING or passed, "a step is applied though not every rank voted for it"
+    )
 
 
-def at_form(slot: Slot, proc: Proc) -> None:
-    """A rank is about to connect to a generation that resumes at its plan's version."""
+def at_serve(proc: Proc, plan: ph.Plan) -> None:
+    require(
+        proc.tensors is not None and proc.tensors.version == plan.version,
+        f"{proc.tensors} is served as version {plan.version}",
+    )
+
+
+def at_form(slot: Slot, proc: Proc) -> ph.Plan:
+    """A rank is about to connect to a generation that resumes at its plan's version; returns the plan."""
     plan = proc.state.plan
     assert plan is not None
     at = f"resuming at {plan.version}"
@@ -68,9 +79,13 @@ def at_form(slot: Slot, proc: Proc) -> None:
     require(
         proc.private == proc.tensors, f"{at} with tensors of {proc.tensors}, private state {proc.private}"
     )
-    above = [content for content in slot.arena if content.version > plan.version]
+    sealed = [kept.content for kept in slot.arena if kept.sealed]
+    above = [content for content in (*slot.private, *sealed) if content.version > plan.version]
     require(not above, f"{at} with {above} still sealed above it")
-    require(proc.tensors in slot.arena, f"{at} with {proc.tensors} not sealed: arena {slot.arena}")
+    require(proc.tensors in slot.private, f"{at} with {proc.tensors} not sealed: private {slot.private}")
+    same = [content for content in sealed if content.version == plan.version and content != proc.tensors]
+    require(not same, f"{at} as {proc.tensors}, and another is sealed: {same}")
+    return plan
 
 
 def at_formed(slots: Sequence[Slot], generation: int) -> None:
@@ -83,8 +98,10 @@ def at_formed(slots: Sequence[Slot], generation: int) -> None:
     require(len(contents) <= 1, f"generation {generation} starts with different contents: {contents}")
 
 
-def at_plan(slots: Sequence[Slot], plan: Plan) -> None:
+def at_plan(slots: Sequence[Slot], plan: Plan, sealing: bool) -> None:
     """`slots` as they are at the very moment of the decision, the dead whose death is not known included."""
+    floor = max(slot.floor for slot in slots)
+    require(plan.version >= floor, f"resuming at {plan.version}, behind {floor}, which every rank had sealed")
     for rank, slot in enumerate(slots):
         proc = slot.proc
         if slot.life is not Life.ALIVE or proc is None:
@@ -93,10 +110,23 @@ def at_plan(slots: Sequence[Slot], plan: Plan) -> None:
         if proc.tensors is None:
             require(rank in plan.replaced, f"rank {rank} holds nothing and is not replaced")
             continue
-        require(rank not in plan.replaced, f"rank {rank} holds {proc.tensors} and is replaced")
         held = proc.tensors.version
-        require(plan.version >= held, f"resuming at {plan.version} loses a step that rank {rank} applied")
-        if plan.version > held:
+        if plan.version < held:
+            ended = proc.state.closed or proc.state.phase is ph.Phase.LEFT
+            require(not ended, f"rank {rank} is past its last step, and is to make it again")
+            require(sealing, f"resuming at {plan.version} loses a step that rank {rank} applied")
+            require(
+                held == plan.version + 1,
+                f"resuming at {plan.version} loses more than the step of rank {rank}",
+            )
+            require(rank in plan.replaced, f"rank {rank}, ahead with {proc.tensors}, is not replaced")
+            continue
+        behind = sealing or proc.state.communicates  # it could not follow alone
+        require(
+            rank not in plan.replaced or (plan.version > held and behind),
+            f"rank {rank} holds {proc.tensors} and is replaced",
+        )
+        if plan.version > held and rank not in plan.replaced:
             require(
                 plan.version == held + 1 and proc.state.phase is ph.Phase.HELD and proc.grads > 0,
                 f"rank {rank} at {held} cannot be at {plan.version}",
@@ -110,9 +140,16 @@ def at_release(slots: Sequence[Slot]) -> None:
     require(len(contents) <= 1, f"the job closes with different contents: {contents}")
 
 
-def at_giving_up(slots: Sequence[Slot]) -> None:
+def at_giving_up(slots: Sequence[Slot], sealing: bool) -> None:
     holders = [r for r, s in enumerate(slots) if s.life is Life.ALIVE and s.proc and s.proc.tensors]
     require(not holders, f"no version was found, though ranks {holders} hold state")
+    floor = max(slot.floor for slot in slots)
+    require(floor < 0, f"no version was found, though every rank had sealed {floor}")
+
+
+def at_start(slot: Slot) -> None:
+    """The world starts from the beginning, perhaps not for the first time: at most one committed step is redone."""
+    require(slot.floor <= 0, f"the world starts anew, though every rank had sealed version {slot.floor}")
 
 
 def at_end(slots: Sequence[Slot], lives: Iterable[Life]) -> None:

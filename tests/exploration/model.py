@@ -1,13 +1,13 @@
 """What the simulated world is made of: plain immutable values.
 
 Around the real machines (a rank's `phases.transition`, the daemon's `Core.handle`) the world keeps what
-they act upon: memory, arenas, groups, channels. Content is modelled as (version, lineage), the lineage
-being the generation whose gate made that version; ranks start every generation with equal content
-(which is asserted), so the pair stands for the whole history.
+they act upon: memory, private slots, arenas, groups, channels. Content is modelled as (version, lineage), the
+lineage being the generation whose gate made that version (of version 0: the one the world started in); ranks
+start every generation with equal content (which is asserted), so the pair stands for the whole history.
 """
 
 from collections.abc import Iterator
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from typing import NamedTuple, NoReturn
 
 from flashrec import phases as ph
@@ -24,6 +24,13 @@ class Content(NamedTuple):
 
     version: int
     lineage: int
+
+
+class Kept(NamedTuple):
+    """A slot of an arena: tensors that are being copied into it, or are sealed."""
+
+    content: Content
+    sealed: bool
 
 
 class Life(IntEnum):
@@ -49,14 +56,21 @@ class Say(NamedTuple):
     message: tuple[object, ...]
 
 
+class Await(NamedTuple):
+    """protect() waits to be told the regime."""
+
+
 class Proc(NamedTuple):
     """A process that holds a rank, as the machine and its memory make it."""
 
     state: ph.RankState
-    todo: tuple[ph.Action | Say, ...] = ()  # what its main thread has still to carry out, in this order
+    todo: tuple[
+        ph.Action | Say | Await, ...
+    ] = ()  # what its main thread has still to carry out, in this order
     tensors: Content | None = None
     private: Content | None = None  # None: in the middle of a step
     note: Content | None = None  # what NoteRedo remembered
+    settled: bool = False  # a failure became known after it had settled and before it enters
     grads: int = 0  # generation in which its gradients were completed and voted for; 0: none
     promised: int = 0  # generation it has promised not to vote in any more
 
@@ -71,15 +85,20 @@ class Slot(NamedTuple):
     proc: Proc | None = None
     inbox: tuple[ph.Event, ...] = ()
     outbox: tuple[tuple[object, ...], ...] = ()
-    arena: tuple[Content, ...] = ()
+    private: tuple[Content, ...] = ()  # its private slots
+    arena: tuple[Kept, ...] = ()  # its tensors, in the sealed regime
+    replica: int = 0  # ranks with the same number hold the same tensors; 0: nobody else holds mine
+    floor: int = -1  # a version that a gate has made safe: no recovery goes back behind it
     # Marks left in the groups. They stay when the process dies: what it had contributed, it had contributed.
     joined: int = 0  # generation whose groups it connected to last
     entered: int = -1  # newest step of that generation it takes part in
     voted: int = -1  # newest step it voted yes in
     refused: int = -1  # newest step it voted no in
+    asked: int = -1  # newest step in whose vote it asked for the sealed regime
     served: tuple[int, Content] | None = None  # export in shared memory: generation, content
     # What the newest plan says of this rank.
     is_source: int = 0  # generation for whose replaced ranks it is a source of tensors
+    from_arenas: int = 0  # generation for which it installs tensors from its replica set's arenas
 
 
 class Standby(NamedTuple):
@@ -99,8 +118,17 @@ class World(NamedTuple):
     cut: int = 0  # generation in which a link has broken
 
 
+class Regime(StrEnum):
+    LIVE = "live"
+    SEALED = "sealed"
+    SWITCHING = (
+        "switching"  # it begins in the live one; the ranks see what that does not bear, and agree to change
+    )
+
+
 class Config(NamedTuple):
-    """`arena_slots` and `discards` exist to be set wrong: see mutants.py."""
+    """`private_slots`, `arena_slots` and the `discards` exist to be set wrong: see mutants.py. The live regime does
+    with two private slots, and is explored with as many."""
 
     num_ranks: int = 3
     steps: int = 2
@@ -108,9 +136,29 @@ class Config(NamedTuple):
     num_standbys: int = 0
     link_faults: bool = True
     from_start: bool = True  # False: every rank has protected its state, and the daemon knows
+    regime: Regime = Regime.LIVE
+    sets: tuple[
+        tuple[int, ...], ...
+    ] = ()  # unique ranks first; (): one set of all in the live regime, else unique
+    communicates: bool = False  # a collective runs between gate and exit
+    private_slots: int = 2
     arena_slots: int = 2
     discards: bool = True
+    discards_tensors: bool = True
     reduced: bool = True
+
+    def replica_sets(self) -> tuple[tuple[int, ...], ...]:
+        if self.sets:
+            return self.sets
+        ranks = range(self.num_ranks)
+        return tuple((r,) for r in ranks) if self.regime is Regime.SEALED else (tuple(ranks),)
+
+    def set_of(self, rank: int) -> tuple[int, ...]:
+        return next(members for members in self.replica_sets() if rank in members)
+
+    def replica(self, rank: int) -> int:
+        members = self.set_of(rank)
+        return 1 + self.replica_sets().index(members) if len(members) > 1 else 0
 
 
 class Context(NamedTuple):
@@ -121,10 +169,11 @@ class Context(NamedTuple):
     refused: bool  # all have voted in my step, and one of them no
     joined: bool  # all have connected to my generation's groups
     broken: bool  # somebody left my generation's groups, so that an operation on them may fail
-    parts: Content | None  # every source of my plan has served
+    asked: bool  # one that has voted in my step asked for the sealed regime
+    source: Content | None  # what there is for me to install; None: not yet
 
 
-NO_CONTEXT = Context(False, False, False, False, False, None)
+NO_CONTEXT = Context(False, False, False, False, False, False, None)
 
 
 class Move(NamedTuple):

@@ -34,13 +34,21 @@ def errored_result_counts() -> AbstractContextManager[object]:
     )
 
 
-def votes_after_parking() -> AbstractContextManager[object]:
-    """It reports at once, and then runs on to the gate as if nothing were."""
+@contextmanager
+def votes_after_parking() -> Iterator[None]:
+    """It reports at once, and then runs on to the gate as if nothing were, whatever the daemon says."""
 
     def parks_and_goes_on(state: ph.RankState, event: ph.Latch) -> ph.Outcome:
         return state, (ph.Report(event.generation, state.version, False),)
 
-    return _rule(ph.Phase.COMPUTING, ph.Latch, parks_and_goes_on)
+    def goes_on(state: ph.RankState, _: ph.Plan) -> ph.Outcome:
+        return state, ()
+
+    with (
+        _rule(ph.Phase.COMPUTING, ph.Latch, parks_and_goes_on),
+        _rule(ph.Phase.COMPUTING, ph.Plan, goes_on),
+    ):
+        yield
 
 
 def redo_from_where_it_stopped() -> AbstractContextManager[object]:
@@ -93,6 +101,56 @@ def replaces_too_few() -> AbstractContextManager[object]:
     return _planner(lambda _, found: replace(found, replaced=found.replaced[1:]))
 
 
+# --- of the sealed regime ---------------------------------------------------------------------------------
+
+
+def votes_before_it_is_sealed() -> AbstractContextManager[object]:
+    right = ph.TABLE[ph.Phase.COMPUTING, ph.GateReached]
+
+    def hasty(state: ph.RankState, event: ph.GateReached) -> ph.Outcome:
+        state, actions = right(state, event)
+        return state, tuple(action for action in actions if not isinstance(action, ph.FinishSeal))
+
+    return _rule(ph.Phase.COMPUTING, ph.GateReached, hasty)
+
+
+def torn_and_reported_as_whole() -> AbstractContextManager[object]:
+    right = ph.TABLE[ph.Phase.TAIL, ph.Exit]
+    return _rule(ph.Phase.TAIL, ph.Exit, lambda state, event: right(state, ph.Exit()))
+
+
+def ahead_and_not_sent_back() -> AbstractContextManager[object]:
+    """Only the dead are replaced, as the live regime had it."""
+    return _planner(
+        lambda inventory, found: replace(
+            found, replaced=tuple(r for r in found.replaced if r not in inventory.survivors)
+        )
+    )
+
+
+@contextmanager
+def one_arena_is_asked_for_all() -> Iterator[None]:
+    right = plan.plan_recovery
+
+    def wrong(inventory: Inventory, generation: int) -> tuple[Plan | None, str]:
+        somewhere = tuple({version for versions in inventory.sealed.values() for version in versions})
+        sealed = dict.fromkeys(range(inventory.world_size), somewhere)
+        return right(replace(inventory, sealed=sealed), generation)
+
+    with mock.patch.object(job, "plan_recovery", wrong):
+        yield
+
+
+@contextmanager
+def leaves_without_closing() -> Iterator[None]:
+    def at_once(state: ph.RankState, event: ph.Leave | ph.Close) -> ph.Outcome:
+        return right(replace(state, closed=True), event)
+
+    right = ph.TABLE[ph.Phase.IDLE, ph.Leave]
+    with _rule(ph.Phase.IDLE, ph.Leave, at_once), _rule(ph.Phase.IDLE, ph.Close, at_once):
+        yield
+
+
 MUTANTS = (
     Mutant(
         "a gate counts an errored result as passed",
@@ -102,7 +160,7 @@ MUTANTS = (
     Mutant(
         "a version is overwritten too early",
         "no version was found",
-        config=lambda config: config._replace(arena_slots=1),
+        config=lambda config: config._replace(private_slots=1),
     ),
     Mutant(
         "rolling forward because all survivors voted",
@@ -119,4 +177,34 @@ MUTANTS = (
     Mutant("a rank at its end does not hear that it is needed again", "stuck", deaf_at_its_end),
     Mutant("the plan goes back to the oldest version", "loses a step", back_to_the_oldest),
     Mutant("a lost rank is left out of the plan", "holds nothing and is not replaced", replaces_too_few),
+)
+
+SEALED_MUTANTS = (
+    Mutant(
+        "a rank votes before its version is sealed", "while it is being sealed", votes_before_it_is_sealed
+    ),
+    Mutant(
+        "an arena has one slot",
+        "which is to be kept",
+        config=lambda config: config._replace(arena_slots=1),
+    ),
+    Mutant(
+        "a torn rank is reported as whole",
+        "holds nothing and is not replaced",
+        torn_and_reported_as_whole,
+        config=lambda config: config._replace(communicates=True),
+    ),
+    Mutant("a set is taken from an arena that lacks it", "does not hold version", one_arena_is_asked_for_all),
+    Mutant(
+        "tensors sealed above the plan's version stay",
+        "still sealed above it",
+        config=lambda config: config._replace(discards_tensors=False),
+    ),
+    Mutant("a rank that is ahead stays there", "is not replaced", ahead_and_not_sent_back),
+    Mutant("a rank leaves before the last version is sealed", "past its last step", leaves_without_closing),
+    Mutant(
+        "two versions of private state are kept",
+        "no version was found",
+        config=lambda config: config._replace(private_slots=2, steps=3),
+    ),
 )

@@ -3,10 +3,12 @@
 import pytest
 
 from tests.exploration.explore import Explorer
-from tests.exploration.model import Config
-from tests.exploration.mutants import MUTANTS, Mutant
+from tests.exploration.model import Config, Regime
+from tests.exploration.mutants import MUTANTS, SEALED_MUTANTS, Mutant
 
 SMALL = Config(num_ranks=2, steps=2, num_faults=1)
+SEALED = SMALL._replace(regime=Regime.SEALED, private_slots=3)
+ALIKE = ((0, 1),)
 
 
 def explore(capsys: pytest.CaptureFixture[str], config: Config) -> Explorer:
@@ -41,10 +43,30 @@ def test_every_interleaving_of_other_small_worlds(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     "config",
     [
+        SEALED._replace(num_faults=2),
+        SEALED._replace(num_faults=2, communicates=True, sets=ALIKE, from_start=False),
+        SEALED._replace(steps=1, num_faults=3, communicates=True, from_start=False),
+        SEALED._replace(num_ranks=3),
+        SEALED._replace(num_ranks=3, sets=((0,), (1, 2)), from_start=False),
+        SEALED._replace(steps=3, communicates=True, regime=Regime.SWITCHING),
+    ],
+    ids=str,
+)
+def test_every_interleaving_of_sealing_worlds(capsys: pytest.CaptureFixture[str], config: Config) -> None:
+    explore(capsys, config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
         SMALL,
         SMALL._replace(steps=1, num_faults=2),
         SMALL._replace(num_ranks=3, steps=1, from_start=False),
         SMALL._replace(steps=1, num_standbys=1),
+        SEALED,
+        SEALED._replace(steps=1, num_faults=2),
+        SEALED._replace(communicates=True, sets=ALIKE, from_start=False),
+        SEALED._replace(communicates=True, regime=Regime.SWITCHING, from_start=False),
     ],
     ids=str,
 )
@@ -58,9 +80,15 @@ def test_the_reductions_lose_no_situation(config: Config) -> None:
     assert reduced.planned() == full.planned() != set()
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_planted_mistake_is_seen(mutant: Mutant) -> None:
-    config = Config(steps=1, num_faults=1)
+@pytest.mark.parametrize(
+    ("config", "mutant"),
+    [
+        *((SMALL._replace(num_ranks=3, steps=1), mutant) for mutant in MUTANTS),
+        *((SEALED, mutant) for mutant in SEALED_MUTANTS),
+    ],
+    ids=lambda value: value.name if isinstance(value, Mutant) else value.regime,
+)
+def test_a_planted_mistake_is_seen(config: Config, mutant: Mutant) -> None:
     assert not Explorer(config).run().violation
     with mutant.patch():
         report = Explorer(mutant.config(config)).run()

@@ -13,12 +13,19 @@ from flashrecd.core.job import Core
 from flashrecd.core.state import Status
 from tests.exploration import invariants
 from tests.exploration.control import Control, compose, slot_name
-from tests.exploration.model import Config, Life
+from tests.exploration.model import Config, Life, Regime
 from tests.exploration.world import events, faults
 
 MAX_EVENTS = 20_000
 SEEDS = st.integers(0, 2**32)
 DEAF = (ph.Phase.STARTING, ph.Phase.GONE)
+
+
+def in_sets(num_ranks: int, num_alike: int) -> tuple[tuple[int, ...], ...]:
+    """Replica sets of `num_alike` ranks; what is left over is unique."""
+    left_over = num_ranks % num_alike
+    begins = range(left_over, num_ranks, num_alike)
+    return (*((rank,) for rank in range(left_over)), *(tuple(range(b, b + num_alike)) for b in begins))
 
 
 class LargeWorld(RuleBasedStateMachine):
@@ -29,9 +36,25 @@ class LargeWorld(RuleBasedStateMachine):
         num_standbys=st.integers(0, 2),
         num_faults=st.integers(1, 5),
         built=st.booleans(),
+        regime=st.sampled_from(Regime),
+        num_alike=st.integers(1, 3),
+        communicates=st.booleans(),
     )
-    def begin(self, num_ranks: int, num_standbys: int, num_faults: int, built: bool) -> None:
+    def begin(
+        self,
+        num_ranks: int,
+        num_standbys: int,
+        num_faults: int,
+        built: bool,
+        regime: Regime,
+        num_alike: int,
+        communicates: bool,
+    ) -> None:
         config = Config(num_ranks, 3, num_faults, num_standbys, reduced=False)
+        if regime is not Regime.LIVE:
+            config = config._replace(regime=regime, private_slots=3, communicates=communicates)
+        if regime is Regime.SEALED:
+            config = config._replace(sets=in_sets(num_ranks, num_alike))
         self.daemon = Control(config)
         self.world = self.daemon.initial()
         self.held: frozenset[str] = frozenset()
@@ -93,18 +116,19 @@ class LargeWorld(RuleBasedStateMachine):
         old, name = choose.randrange(1, self.world.hub.generation), slot_name(rank)
         newest = self.world.hub.generation
         for event in (
-            ev.Parked(name, old, choose.randrange(3), choose.random() < 0.5, (0, 1)),
+            ev.Parked(name, old, choose.randrange(3), choose.random() < 0.5, (0, 1), (0,)),
             ev.Formed(name, old),
             ev.Leaving(name, old, 3),
-            ev.Parked("p999", newest, 3, True, (3,)),
+            ev.Parked("p999", newest, 3, True, (3,), (3,)),
             ev.Formed("p999", newest),
             ev.Leaving("p999", newest, 3),
-            ev.Protected("p999", "another layout"),
+            ev.Protected("p999", (((0,), "another layout"),), "another reason"),
+            ev.Switched("p999", "another reason"),
             ev.StandbyReady("p999", "built"),
-            ev.Exited("p999", None, 9, (3,)),
+            ev.Exited("p999", None, 9, (3,), (3,)),
         ):
             core = Core(self.daemon.core.config)
-            core.state = before = compose(self.world)
+            core.state = before = compose(self.world, self.daemon.config)
             assert not core.handle(event, 0.0)
             assert core.state == before
 
@@ -151,7 +175,7 @@ def test_frozen_states_can_be_put_back() -> None:
     world = daemon.initial()
     event = ev.Exited(slot_name(2), None, 9, (0,))
     first, second = Core(daemon.core.config), Core(daemon.core.config)
-    first.state = compose(world)
+    first.state = compose(world, daemon.config)
     first.handle(ev.Exited(slot_name(1), None, 9, (0,)), 0.0)
     second.state = replace(first.state)
     assert first.handle(event, 0.0) == second.handle(event, 0.0)

@@ -14,7 +14,7 @@ from tests.exploration import invariants, ranks
 from tests.exploration.control import Control, put, standby_deaths, standby_moves
 from tests.exploration.model import NO_CONTEXT, Config, Content, Context, Life, Slot, Violation, World
 
-USES_GROUPS = (ph.Phase.COMPUTING, ph.Phase.GATED, ph.Phase.REFORMING)
+USES_GROUPS = (ph.Phase.COMPUTING, ph.Phase.GATED, ph.Phase.CLOSING, ph.Phase.REFORMING)
 
 
 class Public(NamedTuple):
@@ -28,18 +28,25 @@ class Public(NamedTuple):
     generation: int  # its process's
     over: int  # newest generation it knows, or is about to be told, to be over
     is_source: int
+    from_arenas: int
     served: tuple[int, Content] | None
+    asked: int
+    replica: int
+    sealed: tuple[Content, ...]  # in its arena
+    wants: int  # the version it is installing; -1: none
     group: int  # generation whose groups it uses now; 0: none
 
 
-def public(slot: Slot) -> Public:
+def public(slot: Slot, config: Config) -> Public:
     state = slot.proc.state if slot.proc else None
     over = [event.generation for event in slot.inbox if isinstance(event, ph.Latch)]
     if state is not None and state.latched:
         over.append(state.generation)
     group = 0
-    if state is not None and state.phase in USES_GROUPS:
+    in_tail = config.communicates and state is not None and state.phase is ph.Phase.TAIL
+    if state is not None and (state.phase in USES_GROUPS or in_tail):
         group = state.generation if state.phase is ph.Phase.REFORMING else slot.joined
+    action = slot.proc.todo[0] if slot.proc and slot.proc.todo else None
     return Public(
         slot.life is Life.ALIVE,
         slot.joined,
@@ -49,7 +56,12 @@ def public(slot: Slot) -> Public:
         state.generation if state else 0,
         max(over, default=0),
         slot.is_source,
+        slot.from_arenas,
         slot.served,
+        slot.asked,
+        slot.replica,
+        tuple([kept.content for kept in slot.arena if kept.sealed]),
+        action.plan.version if isinstance(action, ph.Install) else -1,
         group,
     )
 
@@ -61,8 +73,7 @@ def context(me: Public, slots: Sequence[Public], cut: int) -> Context:
         return NO_CONTEXT
     entered = passed = decided = joined = True
     broken = cut == group
-    parts: Content | None = None
-    served = True
+    asked = False
     for other in slots:
         there = other.joined == group
         joined = joined and there
@@ -70,19 +81,35 @@ def context(me: Public, slots: Sequence[Public], cut: int) -> Context:
         passed = passed and there and other.voted >= step
         decided = decided and there and max(other.voted, other.refused) >= step
         broken = broken or not other.alive or other.generation > group or other.over >= group
-        if other.is_source == group:
-            if other.served is None or other.served[0] != group:
-                served = False
-            elif parts not in (None, other.served[1]):
-                raise Violation(f"the sources of generation {group} serve {parts} and {other.served[1]}")
-            else:
-                parts = other.served[1]
-    return Context(entered, passed, decided and not passed, joined, broken, parts if served else None)
+        asked = asked or (there and other.asked == step)
+    source = installable(me, slots) if me.wants >= 0 else None
+    return Context(entered, passed, decided and not passed, joined, broken, passed and asked, source)
+
+
+def installable(me: Public, slots: Sequence[Public]) -> Content | None:
+    """What the rank that `me` describes can install: what the sources of its plan serve, once all of them do, or
+    what the arenas of its replica set hold. None: not yet, or its plan is over."""
+    mates = [other for other in slots if other.replica == me.replica] if me.replica else [me]
+    served = [other.served for other in mates if other.is_source == me.group]
+    found: set[Content | None]
+    if served:
+        found = {part[1] if part and part[0] == me.group else None for part in served}
+        if None in found:
+            return None
+    elif me.from_arenas == me.group:
+        found = {next((c for c in other.sealed if c.version == me.wants), None) for other in mates}
+        if None in found:
+            raise Violation(f"an arena does not hold version {me.wants}, which is to be taken from it")
+    else:
+        return None
+    if len(found) > 1:
+        raise Violation(f"the sources of generation {me.group} are a mixture: {found}")
+    return found.pop()
 
 
 def events(world: World, daemon: Control) -> Iterator[tuple[str, World]]:
     """Every single thing that can happen, nothing left out: label, world afterwards."""
-    publics = [public(slot) for slot in world.slots]
+    publics = [public(slot, daemon.config) for slot in world.slots]
     for rank, slot in enumerate(world.slots):
         for move in ranks.moves(slot, context(publics[rank], publics, world.cut), daemon.config):
             after = put(world, rank, move.slot)
@@ -99,10 +126,11 @@ def faults(world: World, config: Config) -> Iterator[tuple[str, World]]:
         return
     for rank, slot in enumerate(world.slots):
         if slot.life is Life.ALIVE:
-            yield f"! rank {rank} dies", put(world, rank, ranks.die(slot))._replace(faults=world.faults - 1)
+            for after in ranks.deaths(slot, config):
+                yield f"! rank {rank} dies", put(world, rank, after)._replace(faults=world.faults - 1)
     yield from standby_deaths(world)
     if config.link_faults:
-        for generation in breakable(public(slot) for slot in world.slots):
+        for generation in breakable(public(slot, config) for slot in world.slots):
             if generation != world.cut:
                 after = world._replace(cut=generation, faults=world.faults - 1)
                 yield f"! a link of generation {generation} breaks", after

@@ -1,0 +1,64 @@
+"""The arenas of the sealed regime: two slots of tensors per rank, filled by a thread of its process.
+
+When exactly the thread seals a version shows only in what is left where the process dies, parks or discards;
+so the reduced search (see explore.py) lets the thread's last moment fall there, and nowhere else.
+"""
+
+from tests.exploration.model import Config, Content, Kept, Life, Move, Slot, Violation
+
+Arena = tuple[Kept, ...]
+
+
+def begin(slot: Slot, tensors: Content, config: Config) -> Slot:
+    """Begin to copy `tensors` beside the newest sealed version below theirs; nothing to do for a sealed one."""
+    if holds(slot.arena, tensors.version):
+        return slot
+    older = [kept for kept in slot.arena if kept.sealed and kept.content.version < tensors.version]
+    stays = older[-(config.arena_slots - 1) :] if config.arena_slots > 1 else []
+    for lost in slot.arena:
+        if lost.sealed and lost not in stays and lost.content.version >= slot.floor >= 0:
+            raise Violation(f"{lost.content} is overwritten, at or above {slot.floor}, which is to be kept")
+    return slot._replace(arena=(*stays, Kept(tensors, False)))
+
+
+def finish(slot: Slot, version: int) -> Slot:
+    """The copy is complete: what is sealed must be what the rank holds."""
+    assert slot.proc is not None
+    slot = _completed(slot)
+    if Kept(slot.proc.tensors, True) not in slot.arena:  # type: ignore[arg-type]
+        raise Violation(f"version {version} was to be sealed of {slot.proc.tensors}: arena {slot.arena}")
+    return slot
+
+
+def holds(arena: Arena, version: int) -> bool:
+    return any(kept.sealed and kept.content.version == version for kept in arena)
+
+
+def given_up(arena: Arena) -> Arena:
+    """What is not sealed is nothing, once nobody copies any more."""
+    return tuple([kept for kept in arena if kept.sealed])
+
+
+def discarded(arena: Arena, version: int, config: Config) -> Arena:
+    if not config.discards_tensors:
+        return given_up(arena)
+    return tuple([kept for kept in arena if kept.sealed and kept.content.version <= version])
+
+
+def is_writing(slot: Slot) -> bool:
+    return any(not kept.sealed for kept in slot.arena)
+
+
+def _completed(slot: Slot) -> Slot:
+    return slot._replace(arena=tuple([kept._replace(sealed=True) for kept in slot.arena]))
+
+
+def resolved(slot: Slot, config: Config) -> tuple[Slot, ...]:
+    """The slot as it is; and, in the reduced search, as it is when the thread has just come to its end."""
+    return (slot, _completed(slot)) if config.reduced and is_writing(slot) else (slot,)
+
+
+def thread_moves(slot: Slot, config: Config) -> tuple[Move, ...]:
+    if config.reduced or slot.life is not Life.ALIVE or not is_writing(slot):
+        return ()
+    return (Move("its thread seals", _completed(slot), lasting=True),)
