@@ -35,6 +35,7 @@ def main(spec: ProcSpec) -> int:
             return 0
         code = _run_script(program, link)
         _finish(code)
+        link.send(msg.Ending(link.proc, code))
         return code
     except BaseException as error:
         if not isinstance(error, SystemExit | KeyboardInterrupt):
@@ -109,6 +110,7 @@ def _report(link: Link, error: BaseException) -> None:
     text = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
     if not (isinstance(error, RecoveryFailed) and link.daemon_lost):
         link.send(msg.Failed(link.proc, engine.version if engine is not None else None, text))
+    link.send(msg.Ending(link.proc, 1))
 
 
 def _trim(error: BaseException) -> None:

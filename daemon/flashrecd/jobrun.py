@@ -50,6 +50,7 @@ class Process:
     starting: asyncio.Task[None] | None = None
     gone: bool = False
     explained: bool = False  # it has sent its traceback
+    said_code: int | None = None  # with which it said it would exit
     stderr: Path | None = None
     unsent: list[msg.Message] = field(default_factory=list)
 
@@ -141,10 +142,13 @@ class JobRun:
         if process is None or process.gone:
             return
         process.gone = True
+        if number is None and code is None:
+            code = process.said_code
         rank = self.core.rank_of(proc)
         tag = self.tag(rank) if rank is not None else None
         if rank is not None and self.core.state.status in (Status.RUNNING, Status.PARKING, Status.FORMING):
-            kind = signal.Signals(number).name if number is not None else f"exit {code}"
+            ended = "ended" if code is None else f"exit {code}"
+            kind = signal.Signals(number).name if number is not None else ended
             self.recoveries.fault(now, rank, kind, tag)
         if not process.explained and (code or number in CRASHES) and (words := _last_words(process.stderr)):
             self.feed(ev.Failed(proc, f"last on stderr: {words}"))
@@ -214,6 +218,9 @@ class JobRun:
                 self._committed(message)
             case msg.Failed():
                 self._failed(message)
+            case msg.Ending():
+                if message.proc in self.processes:
+                    self.processes[message.proc].said_code = message.code
             case msg.Leaving():
                 self.feed(ev.Leaving(message.proc, message.generation, message.version))
             case msg.Noted():

@@ -107,6 +107,15 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
+class Ending:
+    """The script is over, and the process about to exit with `code`: for a daemon that cannot ask the kernel, because
+    another program started the process."""
+
+    proc: str
+    code: int
+
+
+@dataclass(frozen=True, slots=True)
 class Leaving:
     proc: str
     generation: int
@@ -349,13 +358,24 @@ FROM_PROCESS = (
     | Formed
     | Committed
     | Failed
+    | Ending
     | Leaving
     | Noted
     | Put
     | Get
 )
 TO_PROCESS = (
-    Welcome | Refused | Prepare | Assign | Abort | Regime | ResumePlan | PartReady | Value | Inspect | Released
+    Welcome
+    | Refused
+    | Prepare
+    | Assign
+    | Abort
+    | Regime
+    | ResumePlan
+    | PartReady
+    | Value
+    | Inspect
+    | Released
 )
 FROM_COMMAND = Submit | Present | StopJob | AskStatus | SignalRank | ShutDown
 TO_COMMAND = Refused | Submitted | Output | Happened | JobEnded | Status | Done

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -639,6 +639,102 @@ def test_an_error_in_on_exit_does_not_lose_the_process(tmp_path: Path) -> None:
         assert [str(error) for error in told] == ["in the callback"]
 
     run(tmp_path, test)
+
+
+@contextlib.contextmanager
+def anothers(code: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that no supervisor starts; made before any, for later children of ours would be taken for orphans."""
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True
+    ) as one:
+        assert one.stdout is not None
+        try:
+            yield one
+        finally:
+            one.kill()
+
+
+# Starts a process that leads a group, and another in that group; says both pids; ends them when it is ended.
+STARTER = """
+import ctypes, subprocess, sys
+def follow():
+    ctypes.CDLL(None).prctl(1, 9)
+def start(code, group):
+    one = subprocess.Popen([sys.executable, "-c", code], process_group=group, stdout=subprocess.PIPE, preexec_fn=follow)
+    print(one.pid, flush=True)
+    return one
+first = start({code!r}, 0)
+second = start("import time; time.sleep(600)", first.pid)
+{then}
+import time; time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("parent", ["waits", "never waits"])
+@pytest.mark.parametrize("how", ["kill_group", "signal", "itself"])
+def test_an_adopted_process_is_watched_and_signalled_alone(tmp_path: Path, how: str, parent: str) -> None:
+    code = "import time; time.sleep(0.5)" if how == "itself" else SLEEP
+    starter = STARTER.format(code=code, then="first.wait()" if parent == "waits" else "")
+
+    async def test(bench: Bench) -> None:
+        bench.supervisor.adopt("rank0", pid)
+        assert bench.supervisor.pids == {"rank0": pid}
+        if how == "kill_group":
+            assert bench.supervisor.kill_group("rank0")
+        elif how == "signal":
+            assert bench.supervisor.signal("rank0", signal.SIGTERM)
+        assert await bench.exited("rank0") == (None, None)
+        assert bench.supervisor.pids == {}
+        assert not bench.supervisor.signal("rank0", signal.SIGTERM)
+        assert not bench.supervisor.kill_group("rank0")
+        assert await bench.supervisor.settled(5)
+        neighbour = process_stat(other)
+        assert neighbour is not None
+        assert neighbour.state != "Z"
+
+    with anothers(starter) as it:
+        assert it.stdout is not None
+        pid, other = int(it.stdout.readline()), int(it.stdout.readline())
+        run(tmp_path, test)
+
+
+def test_what_cannot_be_adopted(tmp_path: Path) -> None:
+    async def test(bench: Bench) -> None:
+        own = await bench.spawn("rank0", SLEEP)
+        for proc, wanted, words in [
+            ("rank0", pid, "there is a process 'rank0' already"),
+            ("rank1", own, f"process {own} is watched already"),
+            ("rank1", os.getpid(), "is watched already"),
+        ]:
+            with pytest.raises(UsageError, match=words):
+                bench.supervisor.adopt(proc, wanted)
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: is_gone(pid))
+        for gone in (pid, 0, -1, 2**40):
+            with pytest.raises(EnvironmentFault, match=r"there is no process .* that could be adopted"):
+                bench.supervisor.adopt("rank1", gone)
+        assert bench.supervisor.pids == {"rank0": own}
+
+    with anothers(STARTER.format(code=SLEEP, then="first.wait()")) as it:
+        assert it.stdout is not None
+        pid = int(it.stdout.readline())
+        run(tmp_path, test)
+
+
+def test_an_adopted_process_is_ended_with_the_others(tmp_path: Path) -> None:
+    deaf = "import signal\nsignal.signal(15, signal.SIG_IGN)\nprint(1, flush=True)\n" + SLEEP
+
+    async def test(bench: Bench) -> None:
+        bench.supervisor.adopt("rank0", pid)
+        assert await bench.supervisor.shutdown(0.1) == []
+        assert bench.exits == {"rank0": (None, None)}
+        await until(lambda: is_gone(pid))
+
+    then = "print(int(first.stdout.readline()), flush=True)\nfirst.wait()"
+    with anothers(STARTER.format(code=deaf, then=then)) as it:
+        assert it.stdout is not None
+        pid, _, _ = (int(it.stdout.readline()) for _ in range(3))
+        run(tmp_path, test)
 
 
 def test_shutdown_gives_time_then_kills(tmp_path: Path) -> None:

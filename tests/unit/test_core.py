@@ -348,6 +348,25 @@ def test_a_rank_lost_when_others_are_at_their_end_is_replaced() -> None:
     assert job.status is Status.CLOSING
 
 
+def test_an_end_of_which_nothing_is_known_counts_as_a_good_one_after_training_only() -> None:
+    unknown = "ended (how is not known: another program started it)"
+    job = Driven(2).running()
+    job.tell(ev.Exited(job.proc(0), None, None, (3,)))
+    assert [log.reason for log in job.found(ev.Log) if log.event == "rank lost"] == [unknown]
+    assert job.member(0).status is RankStatus.BUILDING
+    job.park(1, 3)
+    job.form()
+    job.leave()
+    job.tell(*[ev.Exited(job.proc(rank), None, None) for rank in job.ranks()])
+    assert job.only(ev.End).code == 0
+
+
+def test_an_end_of_which_nothing_is_known_starts_the_world_anew_before_all_have_protected() -> None:
+    job = Driven(2)
+    job.tell(ev.Exited(job.proc(0), None, None))
+    assert job.status is Status.RESTARTING
+
+
 def test_a_rank_that_fails_after_training_gives_the_job_its_exit_code() -> None:
     job = Driven(2).running()
     job.leave()

@@ -34,6 +34,14 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+def _how_it_ended(event: ev.Exited) -> str:
+    if event.signal is not None:
+        return f"killed by {_signal_name(event.signal)}"
+    if event.code is None:
+        return "ended (how is not known: another program started it)"
+    return f"exit code {event.code}"
+
+
 @dataclass(slots=True)
 class Core:
     """The decisions of one job. `state` may be read, kept, and put back (the explorer does)."""
@@ -189,7 +197,7 @@ class Core:
 
     def _exited(self, event: ev.Exited, now: float) -> None:
         self.detector.forget(event.proc)
-        how = f"exit code {event.code}" if event.signal is None else f"killed by {_signal_name(event.signal)}"
+        how = _how_it_ended(event)
         error = dict(self.state.errors).get(event.proc)
         if error:
             how += f": {error}"
@@ -241,8 +249,8 @@ class Core:
         if event.signal is None and event.code == 0 and self.state.status is Status.STARTING:
             self._ended_unprotected(rank)
             return
-        if event.signal is None and event.code != 0:
-            self._finish(event.code or 1, f"rank {rank} failed before its first step: {how}")
+        if event.code:
+            self._finish(event.code, f"rank {rank} failed before its first step: {how}")
             return
         if self._charge(f"rank {rank}: {how}"):
             self._start_over(f"rank {rank} died before every rank had protected its state: {how}")
@@ -461,7 +469,7 @@ class Core:
                 self._do(ev.Kill(proc, True, "the job is done"))
 
     def _closed(self, rank: int, event: ev.Exited, how: str) -> None:
-        if event.code != 0 and self.state.outcome is None:
+        if (event.code or event.signal is not None) and self.state.outcome is None:
             self._set(outcome=(event.code or 1, f"rank {rank} failed after training had ended: {how}"))
         self._end_if_closed()
 

@@ -1,4 +1,7 @@
-"""The processes a daemon starts: how they begin, how their end is noticed, and that nothing of them is left.
+"""The processes a daemon watches: how they begin, how their end is noticed, and that nothing of them is left.
+
+Most are started here. An adopted one was started by another program (by torchrun, or by a daemon that has died):
+it is watched and signalled alike, but how it ended is that program's to know, and so is what it leaves behind.
 
 Every process is watched through a pidfd, never through its number, which may be another's by the time a
 signal is sent. The end of a process is told at once, in the event loop's next turn; the zombie is kept until
@@ -51,6 +54,7 @@ class _Child:
     """Kept so that the interpreter does not wait for the process behind our back."""
     server: ForkClient | None = None
     status_tries: int = 0
+    adopted: bool = False
 
 
 class Supervisor:
@@ -163,19 +167,49 @@ class Supervisor:
         self._by_name[proc] = child
         return child.pid
 
+    def adopt(self, proc: str, pid: int) -> None:
+        """Watch the running process `pid`, which another program started. Its end is told as `(proc, None, None)`.
+
+        The caller knows that `pid` is alive now and is the process meant: it has just sent a message, say.
+
+        Raises UsageError (name in use, or the process is watched already), EnvironmentFault (there is no such
+        process, or it is another user's).
+        """
+        if proc in self._by_name or proc in self._starting:
+            raise UsageError(f"there is a process {proc!r} already")
+        if pid in self._children or pid == os.getpid():
+            raise UsageError(f"process {pid} is watched already")
+        if self._closing:
+            raise EnvironmentFault(f"process {pid} was not adopted: the supervisor is shutting down")
+        try:
+            child = self._watch(proc, pid)
+        except (OSError, OverflowError, ValueError):
+            raise EnvironmentFault(f"there is no process {pid} that could be adopted") from None
+        child.adopted = True
+        try:
+            signal.pidfd_send_signal(child.pidfd, 0)
+        except OSError:  # it has ended, or a signal to it is not ours to send
+            self._loop.remove_reader(child.pidfd)
+            os.close(child.pidfd)
+            del self._children[pid]
+            raise EnvironmentFault(f"process {pid} has ended, or is another user's") from None
+        self._by_name[proc] = child
+
     def signal(self, proc: str, number: int) -> bool:
         """Send a signal to the process itself; False when there is none of that name (any more)."""
         child = self._by_name.get(proc)
         return child is not None and _send(child, number)
 
     def kill_group(self, proc: str) -> bool:
-        """SIGKILL to the process and its group, also when it is stopped; the rest follows when it is dead."""
+        """SIGKILL to the process and its group, also when it is stopped; the rest follows when it is dead. To an
+        adopted process alone: it may share its group with the program that started it."""
         child = self._by_name.get(proc)
         if child is None:
             return False
-        # The zombie is kept until we have seen it, so the number is still this group's.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.pid, signal.SIGKILL)
+        if not child.adopted:
+            # The zombie is kept until we have seen it, so the number is still this group's.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.pid, signal.SIGKILL)
         return _send(child, signal.SIGKILL)
 
     async def settled(self, timeout_s: float) -> bool:
@@ -314,7 +348,7 @@ class Supervisor:
         except ChildProcessError:
             self._loop.remove_reader(child.pidfd)
             child.status_tries += 1
-            if child.status_tries <= _STATUS_TRIES:
+            if child.status_tries <= _STATUS_TRIES and not child.adopted:
                 self._loop.call_later(0.001, self._ended, child)
                 return
             status = None
@@ -329,8 +363,9 @@ class Supervisor:
                 child.server.drain()
                 child.server.close(f"it ended with {_describe(returncode, number)}")
             else:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(child.pid, signal.SIGKILL)
+                if not child.adopted:
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.killpg(child.pid, signal.SIGKILL)
                 del self._by_name[child.proc]
                 self._on_exit(child.proc, returncode, number)
         finally:
