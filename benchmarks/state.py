@@ -22,11 +22,11 @@ import torch
 from torch import nn
 
 from flashrec.state import tensors
-from flashrec.state.private_slots import PrivateSlots
 from flashrec.state.capture import capture
 from flashrec.state.export import export
 from flashrec.state.manifest import ExportManifest, Source, export_path
 from flashrec.state.private import PrivateState, Redo
+from flashrec.state.private_slots import PrivateSlots
 from flashrec.state.pull import Puller
 
 ROUNDS = 5

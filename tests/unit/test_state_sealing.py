@@ -97,7 +97,7 @@ def test_what_did_not_change_is_not_copied(sealer: Sealer, arena: Arena) -> None
 
 
 def test_the_thread_needs_no_gate_and_yields_to_everything(sealer: Sealer, arena: Arena) -> None:
-    """It has the lowest priority, and all is read and sealed by it if the step takes long enough."""
+    """It has a low priority, and all is read and sealed by it if the step takes long enough."""
     priorities = set()
     last_read = threading.Event()
     threads = []
@@ -118,7 +118,7 @@ def test_the_thread_needs_no_gate_and_yields_to_everything(sealer: Sealer, arena
     sealer.finish()
     assert reader.readers == [THREAD] * 6
     assert threads == [THREAD]
-    assert priorities == {19}
+    assert priorities == {min(19, before + 15)}
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
     check(arena, [0], blob=b"blob")
 
