@@ -406,10 +406,13 @@ class Captured:
                 )
 
 
-def _alike(grad: torch.Tensor, other: torch.Tensor) -> bool:
-    if type(grad) is not type(other) or grad.dtype != other.dtype or grad.layout != other.layout:
+def _alike(grad: Any, other: Any) -> bool:
+    if type(grad) is not type(other) or (grad.dtype, grad.layout) != (other.dtype, other.layout):
         return False
     mine, theirs = local_of(grad), local_of(other)
-    if mine.shape != theirs.shape or mine.device != theirs.device:
+    if (mine.shape, mine.device) != (theirs.shape, theirs.device):
         return False
-    return not torch_private.is_dtensor(grad) or description(grad) == description(other)
+    return not torch_private.is_dtensor(grad) or (
+        bool(grad.placements == other.placements and grad.device_mesh == other.device_mesh)
+        and (grad.shape, grad.stride()) == (other.shape, other.stride())
+    )

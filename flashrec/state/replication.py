@@ -82,8 +82,9 @@ class Replication:
 
     def _of_dtensor(self, name: str, tensor: Any, *, allow_partial: bool = False) -> Holders:
         mesh, placements = tensor.device_mesh, tensor.placements
-        partial = any(placement.is_partial() for placement in placements)
-        if partial and not allow_partial:
+        # Of sums only the plain ones can be described to a replacement.
+        partial = [type(placement).__name__ for placement in placements if placement.is_partial()]
+        if partial and (not allow_partial or set(partial) != {"Partial"}):
             raise UsageError(
                 f"cannot protect tensor {name!r}: its placements are {list(placements)}, so its value is a sum "
                 "over ranks that was not taken; redistribute it to Replicate() or Shard() before protect()"

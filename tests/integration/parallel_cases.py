@@ -126,6 +126,13 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
+def muon(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Gathers what it applies, after the gate."""
+    matrices = [one for one in model.parameters() if one.dim() == 2]
+    rest = [one for one in model.parameters() if one.dim() != 2]
+    return [torch.optim.Muon(matrices, lr=0.05), torch.optim.AdamW(rest, lr=0.05)]
+
+
 def _alone(rank: int) -> Callable[[str], tuple[int, ...]]:
     return lambda name: (rank,)
 
@@ -149,7 +156,7 @@ def _fsdp(
     frozen: bool = False,
     tied: bool = False,
     keep_grads: bool = False,
-    make: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+    make: Callable[[nn.Module], Any] = adamw,
     shape: tuple[int, ...] = (4,),
     evaluate: bool = False,
     **options: Any,
@@ -168,7 +175,8 @@ def _fsdp(
             model(torch.zeros(1, 1, dtype=torch.int64))
         assert not hasattr(model.embed.weight, "to_local")
     holders = _alone(rank) if len(shape) == 1 else (lambda name: (rank % 2, rank % 2 + 2))
-    return Case([model], [optimizer], holders, data_rank=rank, keep_grads=keep_grads)
+    optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
+    return Case([model], optimizers, holders, data_rank=rank, keep_grads=keep_grads)
 
 
 def _tp(rank: int, *, sequence: bool = False, hint: bool = False, keep_grads: bool = False) -> Case:
@@ -275,6 +283,8 @@ CASES: dict[str, Callable[[int], Case]] = {
     "fsdp": _fsdp,
     "fsdp-sgd": lambda rank: _fsdp(rank, make=sgd),
     "fsdp-no-reshard": lambda rank: _fsdp(rank, reshard_after_forward=False),
+    "fsdp-half-reshard": lambda rank: _fsdp(rank, reshard_after_forward=2),
+    "fsdp-muon": lambda rank: _fsdp(rank, make=muon),
     "fsdp-evaluated": lambda rank: _fsdp(rank, evaluate=True),
     "fsdp-mixed": lambda rank: _fsdp(rank, mp_policy=HALF),
     "fsdp-bf16": lambda rank: _fsdp(rank, dtype=torch.bfloat16),

@@ -13,12 +13,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from flashrec.errors import UsageError
 from flashrec.state.capture import Captured, capture
+from flashrec.state.private import PrivateState
 from flashrec.state.replication import ranks_of
+from flashrec.state.tensors import decode, encode
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # its own torch.jit.script
@@ -254,3 +257,40 @@ def test_fsdp_parameters_are_found_whatever_the_modules_show() -> None:
     with torch.no_grad():
         model(torch.ones(1, 3))
     assert capture(model, optimizer, rank=RANK, world_size=4).rank_layout() == before
+
+
+# --- what else meets a DTensor
+
+
+def test_a_buffer_that_is_a_dtensor_is_private_state_by_its_shard() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    model = nn.Module()
+    model.register_buffer("seen", DTensor.from_local(torch.ones(2), mesh, [Replicate()], run_check=False))
+    state = PrivateState(model)
+    snapshot = decode(encode(state.snapshot()), 1 << 20)
+    model.seen.to_local().fill_(5.0)
+    assert state.changed_since(snapshot) == ["buffer seen"]
+    state.restore(snapshot)
+    assert model.seen.to_local().tolist() == [1.0, 1.0]
+    assert isinstance(model.seen, DTensor)
+
+
+def test_a_dtensor_in_an_extra_is_refused_with_what_to_do() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    average = {"weight": DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False)}
+    with pytest.raises(UsageError, match="one more model"):
+        encode(average)
+
+
+def test_a_sum_of_another_kind_is_refused_even_as_a_gradient() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    model = nn.Module()
+    model.weight = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Replicate()], run_check=False))
+    captured = captured_of(model, include_grads=True)
+    model.weight.grad = DTensor.from_local(torch.ones(2), mesh, [Partial()], run_check=False)
+    assert captured.refresh()
+    assert sets_of(captured)["model.weight.grad"] == (RANK,)
+    norm = _NormPartial(2)
+    model.weight.grad = DTensor.from_local(torch.ones(2), mesh, [norm], run_check=False)
+    with pytest.raises(UsageError, match=r"'model\.weight\.grad'"):
+        captured.refresh()

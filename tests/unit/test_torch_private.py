@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -223,3 +224,90 @@ def test_a_reset_keeps_compression(register: Callable[..., Any] | None) -> None:
     plain = wrap()
     plain.load_state_dict(ddp.state_dict())
     assert not all(torch.equal(a, b) for a, b in zip(one_pass(plain), rounded, strict=True))
+
+
+# --- sharding
+
+
+def test_names_for_sharding_are_there_and_one_that_moved_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    importlib.import_module("torch.distributed.tensor")
+    importlib.import_module("torch.distributed.fsdp")
+    torch_private.check_sharding()
+    monkeypatch.setitem(torch_private.SHARDING_NAMES, "torch.distributed.tensor:DTensor._nowhere", "2.13.0")
+    monkeypatch.setitem(torch_private.FSDP_ATTRIBUTES, ("_fsdp_param", "FSDPParam"), ("_no_such_thing",))
+    with pytest.raises(EnvironmentFault) as raised:
+        torch_private.check_sharding()
+    assert "torch.distributed.tensor.DTensor._nowhere (seen in 2.13.0)" in str(raised.value)
+    assert "FSDPParam._no_such_thing" in str(raised.value)
+
+
+def test_what_was_never_imported_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(torch_private.SHARDING_NAMES, "torch.distributed.nowhere:f", "2.13.0")
+    torch_private.check_sharding()
+
+
+def test_placements_survive_as_plain_data() -> None:
+    tensor = importlib.import_module("torch.distributed.tensor")
+    strided = importlib.import_module("torch.distributed.tensor.placement_types")._StridedShard
+    placements = (
+        tensor.Replicate(),
+        tensor.Shard(1),
+        tensor.Partial("avg"),
+        tensor.Partial(),
+        strided(0, split_factor=2),
+    )
+    wire = torch_private.placements_to_wire(placements)
+    assert torch_private.placements_from_wire(wire) == placements
+    assert torch_private.placements_from_wire(wire)[4].split_factor == 2
+
+
+def test_a_shard_is_the_memory_that_fsdp_gathers_from() -> None:
+    fsdp = importlib.import_module("torch.distributed.fsdp")
+    model = nn.Linear(3, 5)
+    fsdp.fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+    with torch.no_grad():
+        before = model(torch.ones(1, 3))
+        shard = torch_private.local_shard(optimizer.param_groups[0]["params"][0])
+        shard.fill_(2.0)
+        assert torch.equal(model(torch.ones(1, 3)), before), "still unsharded: what was gathered before"
+        torch_private.reset_fsdp(model)
+        after = model(torch.ones(1, 3))
+    assert not torch.equal(after, before)
+    torch_private.reset_fsdp(model)
+    torch.testing.assert_close(after[0], model.bias.to_local() + 6.0)
+
+
+def test_fsdp_is_left_as_between_two_steps() -> None:
+    fsdp = importlib.import_module("torch.distributed.fsdp")
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    fsdp.fully_shard(model[0])
+    fsdp.fully_shard(model)
+    sharded = list(model.parameters())
+    torch_private.reset_fsdp(model)  # before the first forward, too
+    with pytest.raises(RuntimeError):
+        model(torch.ones(1, 4))
+    assert not all(mine is theirs for mine, theirs in zip(model.parameters(), sharded, strict=True))
+    shown = torch_private.fsdp_sharded_parameters(model)
+    assert [shown[id(one)] for one in model.parameters()] == [*map(_Same, sharded)]
+    model.set_requires_gradient_sync(False)
+    torch_private.reset_fsdp(model)
+    model(torch.ones(1, 3)).sum().backward()
+    assert torch_private.unreduced_gradient(torch_private.fsdp_parameters(model))
+    torch_private.reset_fsdp(model)
+    assert not torch_private.unreduced_gradient(torch_private.fsdp_parameters(model))
+    assert all(mine is theirs for mine, theirs in zip(model.parameters(), sharded, strict=True))
+    assert all(one.grad is None for one in sharded)
+
+
+class _Same:
+    """Equal to one object only, without comparing the values of tensors."""
+
+    def __init__(self, one: object) -> None:
+        self._one = one
+
+    def __eq__(self, other: object) -> bool:
+        return self._one is other
+
+    def __hash__(self) -> int:
+        return id(self._one)
