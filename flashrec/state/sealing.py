@@ -93,6 +93,7 @@ class Sealer:
         # Units under way, of whichever task: the next one starts when none is, for they write to the same slots.
         self._num_active = 0
         self._is_closed = False
+        self._normal = os.getpriority(os.PRIO_PROCESS, 0)
         self._thread = threading.Thread(target=self._run, name="flashrec-seal", daemon=True)
         self._thread.start()
 
@@ -134,6 +135,7 @@ class Sealer:
             raise UsageError("no version is being sealed: begin() comes first")
         while not task.is_over:
             if not self._do_one(task):
+                self._set_niceness(0)  # the thread has what this one waits for
                 with self._condition:
                     self._condition.wait_for(lambda: task.is_over or self._has_work(task))
         with self._condition:
@@ -177,10 +179,8 @@ class Sealer:
     # --- the work, by whichever thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
-        thread = threading.get_native_id()
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)
         while True:
+            self._set_niceness(_NICENESS)
             with self._condition:
                 self._condition.wait_for(lambda: self._is_closed or self._has_work(self._task))
                 if self._is_closed:
@@ -190,6 +190,13 @@ class Sealer:
             while self._do_one(task):
                 pass
             del task  # its readers hold tensors, its slot a file's memory
+
+    def _set_niceness(self, niceness: int) -> None:
+        """Of the thread, above the process's own. To take it back needs a privilege, and is done where it is had."""
+        thread = self._thread.native_id
+        if thread is not None:
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, thread, self._normal + niceness)
 
     def _has_work(self, task: _Task | None) -> bool:
         """Whether a unit of work of `task` may start now."""

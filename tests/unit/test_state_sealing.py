@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -141,6 +142,50 @@ def test_the_gate_takes_what_is_left(sealer: Sealer, arena: Arena) -> None:
     assert sorted(reader.readers) == ["MainThread"] * 5 + [THREAD]
     assert report.copied_bytes == LARGE.owned_bytes
     check(arena, [0], blob=b"")
+
+
+def may_take_niceness_back() -> bool:
+    found = []
+
+    def attempt() -> None:
+        thread = threading.get_native_id()
+        before = os.getpriority(os.PRIO_PROCESS, thread)
+        try:
+            os.setpriority(os.PRIO_PROCESS, thread, before + 1)
+            os.setpriority(os.PRIO_PROCESS, thread, before)
+        except OSError:
+            return
+        found.append(before)
+
+    thread = threading.Thread(target=attempt)
+    thread.start()
+    thread.join()
+    return bool(found)
+
+
+def test_a_gate_that_waits_for_the_thread_lends_it_its_priority(sealer: Sealer) -> None:
+    """Else, where all cores are busy, it would wait for as long as everybody lets the thread wait."""
+    if not may_take_niceness_back():
+        pytest.skip("this process may not take niceness back")
+    normal = os.getpriority(os.PRIO_PROCESS, 0)
+    begun, found = threading.Event(), []
+
+    def act(_: int) -> None:
+        if on_thread():
+            found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+            begun.set()
+            deadline = time.monotonic() + WAIT_S
+            while found[-1] != normal and time.monotonic() < deadline:
+                threading.Event().wait(0.001)
+                found[-1] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    one_chunk = rank_layout([1000])
+    for version in range(2):
+        begun.clear()
+        sealer.begin(version, 1, one_chunk, [Scripted(one_chunk, version, act)], lambda: b"")
+        assert begun.wait(WAIT_S)
+        sealer.finish()
+    assert found == [normal, normal]
 
 
 def stopping(sealer: Sealer) -> threading.Thread:
