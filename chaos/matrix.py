@@ -1,6 +1,7 @@
 """Every place x standby depth x rank x trait: more than the test-suite has time for.
 
 python -m chaos.matrix [--traits] [--ranks N] [--rounds N]
+python -m chaos.matrix --parallel [KIND ...] [--rounds N]      instead, every place x loss x parallelism
 
 Prints a line for each job, and the objections to it, if any; the exit code is the number of jobs objected to.
 """
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
+from chaos import parallel
 from chaos.faults.base import Fault
 from chaos.faults.kill_at_place import KillAtPlace
 from chaos.faults.kill_in_recovery import KillInRecovery
@@ -80,10 +82,19 @@ def _recoveries(depth: str) -> list[Fault]:
     ]
 
 
+def chosen(options: argparse.Namespace) -> Iterator[tuple[str, Scenario]]:
+    if options.parallel is not None:
+        return parallel.scenarios(options.parallel)
+    return scenarios(options.ranks, options.traits)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m chaos.matrix", description=__doc__)
     parser.add_argument(
         "--traits", action="store_true", help="every trait of a recipe, not the plain one only"
+    )
+    parser.add_argument(
+        "--parallel", nargs="*", metavar="KIND", help="losses under every parallelism, or these"
     )
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=1)
@@ -91,7 +102,7 @@ def main() -> int:
     failed = 0
     with tempfile.TemporaryDirectory(prefix="flashrec-r-") as kept, Reference(Path(kept)) as reference:
         for _ in range(options.rounds):
-            for name, scenario in scenarios(options.ranks, options.traits):
+            for name, scenario in chosen(options):
                 began = time.monotonic()
                 with tempfile.TemporaryDirectory(prefix="flashrec-c-") as folder:
                     try:

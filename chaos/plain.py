@@ -47,7 +47,7 @@ def protect(**objects: Any) -> None:
 
 def steps(data: Any, total: int, micro: int = 1) -> Iterator[PlainStep]:
     loader: Iterable[Any] = data(rank(), world_size()) if callable(data) else data
-    epoch, iterator = 0, iter(loader)
+    epoch, iterator = 0, _begin_epoch(loader, 0)
     for index in range(total):
         batches: list[Any] = []
         while len(batches) < micro:
@@ -55,8 +55,15 @@ def steps(data: Any, total: int, micro: int = 1) -> Iterator[PlainStep]:
                 batches.append(next(iterator))
             except StopIteration:
                 epoch += 1
-                iterator = iter(loader)
+                iterator = _begin_epoch(loader, epoch)
         yield PlainStep(index, batches, epoch)
+
+
+def _begin_epoch(loader: Iterable[Any], epoch: int) -> Iterator[Any]:
+    sampler = getattr(loader, "sampler", None)
+    if hasattr(sampler, "set_epoch"):
+        sampler.set_epoch(epoch)
+    return iter(loader)
 
 
 def step() -> Any:

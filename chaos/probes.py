@@ -4,7 +4,8 @@ seal      about to seal private state             vote     about to take part in
 voted     the agreement's result is known here    serve    a survivor, about to export its part
 install   a replacement, before anything is its   pull     its private state is in, no tensor yet
 pulled    all tensors are in                      form     about to connect the new generation
-formed    connected, nobody told yet
+formed    connected, nobody told yet          finish   about to seal what is left of a version
+sealed    all of it is sealed
 """
 
 import functools
@@ -20,8 +21,10 @@ def install() -> None:
     from flashrec.groups import GroupSet
     from flashrec.protected import ProtectedState
     from flashrec.state.private_slots import PrivateSlots
+    from flashrec.state.sealing import Sealer
 
     _probe(PrivateSlots, "seal", before="seal")
+    _probe(Sealer, "finish", before="finish", after="sealed")
     for gate in (SharedMemoryGate, AllReduceGate):
         _probe(gate, "agree", before="vote", after="voted")
     _probe(GroupSet, "form", before="form", after="formed")

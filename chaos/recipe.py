@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+SCRIPTS = Path(__file__).parent / "scripts"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
@@ -44,6 +46,24 @@ class Recipe:
     """Object collectives in the body."""
     swallow: bool = False
     """The body catches every Exception."""
+    parallel: str = ""
+    """One of the demo's parallelisms: then its model is trained (`scripts/parallel.py`), and of what is above only
+    `steps` and `standby` count."""
+    schedule: str = "1f1b"
+    """Of a pipeline."""
+    sizes: tuple[str, ...] = ()
+    """What is peculiar about the demo's model, of "mixed_precision", "frozen", "uneven", "tied", "moe"."""
+    survive: str = "ranks"
+    """As in flashrec.protect()."""
+
+    @property
+    def redone_at_most(self) -> int:
+        """How many committed steps a recovery may do again."""
+        return 0 if self.parallel == "ddp" and self.survive == "ranks" else 1
+
+    @property
+    def script(self) -> Path:
+        return SCRIPTS / ("parallel.py" if self.parallel else "train.py")
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)))
@@ -54,4 +74,4 @@ class Recipe:
         unknown = given.keys() - {field.name for field in fields(Recipe)}
         if unknown:
             raise ValueError(f"a recipe has no {', '.join(sorted(unknown))}")
-        return Recipe(**{**given, "extras": tuple(given["extras"])})
+        return Recipe(**{**given, "extras": tuple(given["extras"]), "sizes": tuple(given["sizes"])})

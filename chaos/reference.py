@@ -17,7 +17,6 @@ from types import TracebackType
 from chaos.recipe import Recipe
 
 DEADLINE_S = 60
-SCRIPT = Path(__file__).parent / "scripts" / "train.py"
 ROOT = Path(__file__).parent.parent
 
 
@@ -104,8 +103,10 @@ def _fork(out: Path, rank: int, world_size: int) -> int:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), FLASHREC_CHAOS_PLAIN="1")
         store = dist.FileStore(str(out.parent / "store"), world_size)
         _use_store(store)
-        sys.argv = [str(SCRIPT), str(out.parent / "recipe.json"), str(out)]
-        runpy.run_path(str(SCRIPT), run_name="__main__")
+        recipe = out.parent / "recipe.json"
+        script = str(Recipe.read(recipe).script)
+        sys.argv = [script, str(recipe), str(out)]
+        runpy.run_path(script, run_name="__main__")
         dist.destroy_process_group()
         code = 0
     except BaseException:

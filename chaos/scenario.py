@@ -10,7 +10,8 @@ from chaos.cues import Cue, fired_path, write_cues
 from chaos.faults.base import Evidence, Fault
 from chaos.job import Job, JobStuck
 from chaos.recipe import Recipe
-from chaos.reference import SCRIPT, Reference
+from chaos.redone import given_up_steps
+from chaos.reference import Reference
 from flashrec.protocol.messages import JobEnded
 
 BEFORE_STEPS = ("start", "build", "protected")
@@ -50,7 +51,7 @@ def run(scenario: Scenario, folder: Path) -> Outcome:
     arguments = [str(folder / "recipe.json"), str(out)]
     with Job(
         folder,
-        SCRIPT,
+        scenario.recipe.script,
         arguments,
         world_size=scenario.world_size,
         standbys=scenario.standbys,
@@ -93,6 +94,9 @@ def objections(outcome: Outcome, reference: Reference) -> list[str]:
     found = [f"{f.name}: {why}" for f in scenario.faults if (why := f.missing(outcome.evidence))]
     seed_file = outcome.folder / "seed" if scenario.recipe.prelude else None
     undisturbed = reference.run(scenario.recipe, scenario.world_size, seed_file)
+    if scenario.recipe.parallel:
+        recoveries = outcome.job.final_status["recoveries"]
+        found += given_up_steps(recoveries, out, scenario.world_size, scenario.recipe.redone_at_most)
     for rank in range(scenario.world_size):
         found += _differences(out, undisturbed, rank, scenario.recipe.steps)
     return found

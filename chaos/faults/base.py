@@ -8,6 +8,8 @@ from chaos.cues import Cue
 from chaos.job import Job
 
 TAG_PLACES = {
+    "finish": "gate",
+    "sealed": "gate",
     "seal": "gate",
     "vote": "gate",
     "voted": "gate",

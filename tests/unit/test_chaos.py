@@ -20,9 +20,11 @@ from chaos.faults.kill_at_random import KillAtRandom
 from chaos.faults.kill_in_recovery import KillInRecovery
 from chaos.faults.kill_standby import KillStandby
 from chaos.faults.kill_together import KillTogether
+from chaos.faults.kill_with import KillWith
 from chaos.faults.raise_error import RaiseError
 from chaos.faults.stop import Stop
 from chaos.recipe import Recipe
+from chaos.redone import given_up_steps, redone_steps
 from chaos.soak import Growth, Reading
 
 FAULTS: list[Fault] = [
@@ -35,6 +37,7 @@ FAULTS: list[Fault] = [
     KillInRecovery(1, "forward", 3, 0, "serve"),
     KillStandby(3),
     KillTogether((0, 1), "forward", 3),
+    KillWith(1, "forward", 3, (0,)),
     RaiseError(1, "forward", 3),
     Stop(1, "forward", 3),
 ]
@@ -196,3 +199,29 @@ def test_growth_is_told() -> None:
         "files in shared",
     ):
         assert words in said
+
+
+def test_what_a_recovery_gives_up_is_counted_from_the_newest_commit_before_its_plan(tmp_path: Path) -> None:
+    recovery = {"version": 4, "marks": {"planned": 100}}
+    for newest, given_up in ((3, 0), (4, 1), (5, 2)):
+        commits = {0: [(2, 10), (newest, 50)], 1: [(3, 60), (9, 200)]}
+        assert redone_steps(recovery, commits) == given_up
+    # Step 5 was given up by an earlier recovery, and step 4 committed again: nothing is lost now.
+    assert redone_steps({"version": 5, "marks": {"planned": 100}}, {0: [(5, 10), (4, 50)], 1: []}) == 0
+    for rank, lines in enumerate(("3 10\n4 20\n", "3 11\n")):
+        (tmp_path / f"commits.r{rank}").write_text(lines)
+    assert given_up_steps([recovery], tmp_path, world_size=2, bound=1) == []
+    assert given_up_steps([recovery], tmp_path, world_size=2, bound=0) == [
+        "the recovery to version 4 gave up 1 committed steps, not 0 at most"
+    ]
+
+
+def test_ranks_killed_with_another_may_be_a_step_apart_and_must_be_dead() -> None:
+    fault = KillWith(1, "backward", 3, (0,))
+    fired = frozenset({fault.name})
+    struck = {"rank": 1, "kind": "SIGKILL", "place": "forward", "step": 3}
+    near = {"rank": 0, "kind": "SIGKILL", "place": "tail", "step": 2}
+    assert fault.missing(Evidence((struck, near), (), fired)) is None
+    assert fault.missing(Evidence((struck,), (), fired))
+    assert fault.missing(Evidence((struck, {**near, "step": 1}), (), fired))
+    assert fault.missing(Evidence(({**struck, "place": "tail"}, near), (), fired))
