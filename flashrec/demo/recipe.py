@@ -23,6 +23,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 Loader = DataLoader[Batch]
 
 STANDBY_DEPTHS = ("built", "forked")
+SURVIVE = ("ranks", "all-ranks")
 PARALLEL = ("ddp", "zero", "fsdp", "hsdp", "tp", "pp", "tp+fsdp", "pp+fsdp")
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 SCHEDULES = ("1f1b", "interleaved", "gpipe")
@@ -48,6 +49,8 @@ class Options:
     quiet: bool
     standby: str
     """How far a standby goes on its own (`train.py` only)."""
+    survive: str = "ranks"
+    """What flashrec.protect() is asked to survive (`train.py` only)."""
     parallel: str = "ddp"
     schedule: str = "1f1b"
     """Of a pipeline."""
@@ -104,6 +107,7 @@ def parse_options(description: str | None, *, with_standby: bool = False) -> Opt
     parser.add_argument("--moe", action="store_true", help="experts in every second block")
     if with_standby:
         parser.add_argument("--standby", choices=STANDBY_DEPTHS, help="default: built if ranks are alike")
+        parser.add_argument("--survive", choices=SURVIVE, default="ranks", help="losses to be prepared for")
     else:
         parser.set_defaults(standby="forked")
     given = vars(parser.parse_args())

@@ -23,7 +23,13 @@ def main() -> None:
     optimizer = training.optimizer
     scheduler = recipe.build_scheduler(optimizer, options)
     history = outcome.LossHistory()
-    flashrec.protect(model=training.model, optimizer=optimizer, scheduler=scheduler, private=history)
+    flashrec.protect(
+        model=training.model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        private=history,
+        survive=options.survive,
+    )
 
     log: outcome.StepLog | None = None
     last = time.perf_counter()
