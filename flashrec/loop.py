@@ -121,7 +121,8 @@ class OwnStep(AbstractContextManager[Step]):
                 index = engine.expected_step()
                 if index not in calls:
                     raise RecoveryFailed(
-                        f"called for step {wanted}, but the job goes on at step {index}: these arguments do not belong to it"
+                        f"called for step {wanted}, but the job goes on at step {index}: these arguments do not "
+                        "belong to it"
                     )
                 with OwnStep(self._engine_of, keeps_arguments=True) as step:
                     used, named = calls[index]

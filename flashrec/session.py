@@ -94,11 +94,12 @@ def _on_collective(name: str) -> None:
     engine.beacon.count_collective()
     if engine.state is None or engine.rehearsing or engine.in_section:
         return
-    if engine.phase in (Phase.APPLYING, Phase.TAIL):
+    if engine.phase in (Phase.APPLYING, Phase.TAIL) and not engine.sealing:
         engine.warn_once(
             "tail",
-            f"{name} runs between the gate and the end of a step. A failure there can leave some ranks "
-            "with the step applied and others without its results; move it before optimizer.step() or into a section.",
+            f"{name} runs between the gate and the end of a step, where a failure can leave a rank neither at this "
+            "version nor at the next. So from the next step on every version is sealed in shared memory; if that is not "
+            "wanted, move it before optimizer.step() or into a section.",
         )
     elif engine.phase is Phase.IDLE:
         engine.warn_once("outside", f"{name} runs outside a step; put it into `with flashrec.section():`")
@@ -124,7 +125,9 @@ def protect(
         them at once, for which every version is sealed in shared memory.
     common: what is equal on all ranks (scheduler=..., scaler=..., ema=...): anything with state_dict/load_state_dict.
 
-    Returns when every rank has called it. Raises UsageError when called twice or for something without these methods, LayoutMismatch (at a replacement)
+    Returns when every rank has called it.
+
+    Raises UsageError when called twice or for something without these methods, LayoutMismatch (at a replacement)
     when the state differs from that of the other ranks, EnvironmentFault when shared memory is full.
     """
     engine = _engine()

@@ -49,15 +49,19 @@ class JobMemory:
             return f"it cannot be read: {error}"
         return ""
 
-    def shortage(self) -> str:
-        """What is missing for every rank's arena, in words; "" if nothing."""
+    def needs(self) -> str:
+        """What the sealed regime takes, for a person."""
         needed, free = sum(self.arena_bytes.values()), free_bytes(self._directory)
-        if needed <= free:
-            return ""
         return (
-            f"the sealed regime needs {needed >> 20} MiB of shared memory for {len(self.arena_bytes)} ranks (twice "
-            f"what they seal), and {self._directory.parent} has {free >> 20} MiB free"
+            f"{needed / 2**20:.1f} MiB of shared memory for the sealed versions of {len(self.arena_bytes)} ranks (twice "
+            f"what they seal); {self._directory.parent} has {free / 2**20:.0f} MiB free"
         )
+
+    def shortage(self) -> str:
+        """Why the sealed regime cannot be had, in words; "" if it can."""
+        if sum(self.arena_bytes.values()) <= free_bytes(self._directory):
+            return ""
+        return f"there is no room for the arenas: {self.needs()}"
 
     def _published(self, rank: int) -> RankLayout:
         return RankLayout.from_bytes(self._path(rank).read_bytes())

@@ -9,13 +9,10 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
 
 from flashrec.errors import FlashrecError, ProtocolError
 from flashrec.protocol import messages as msg
 from flashrec.protocol.jobdir import JobDirectory
-from flashrec.protocol.spawn import ProcSpec
 from flashrec.protocol.tag import Tag, TagReader, tag_path
 from flashrec.state.export import discard_exports
 from flashrecd.core import events as ev
@@ -24,106 +21,60 @@ from flashrecd.core.job import Core
 from flashrecd.core.state import JobConfig, RankStatus, Status
 from flashrecd.eventlog import EventLog
 from flashrecd.jobmemory import JobMemory
+from flashrecd.launching import SUMMARY_CHARACTERS, Process, Source, last_words
 from flashrecd.recoveries import Recoveries
 from flashrecd.rendezvous import Rendezvous
-from flashrecd.supervise import Launch, LogLayout, Supervisor, Tail
+from flashrecd.supervise import Supervisor
 
-ENTRY = "flashrec.runner:main"
 COULD_NOT_START = 71  # EX_OSERR
-SUMMARY_CHARACTERS = 300
 CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
-LAST_WORDS_BYTES = 4096
-OUTPUT_PAUSE_S = 0.02
-MAX_BYTES_AHEAD = 8 << 20
-
-
-@dataclass
-class Process:
-    """A process the core asked for."""
-
-    name: str
-    number: int
-    rank: int | None
-    generation: int
-    replacement: bool
-    identity: bytes | None = None  # its ZeroMQ identity, once it has said Hello
-    starting: asyncio.Task[None] | None = None
-    gone: bool = False
-    explained: bool = False  # it has sent its traceback
-    said_code: int | None = None  # with which it said it would exit
-    stderr: Path | None = None
-    unsent: list[msg.Message] = field(default_factory=list)
 
 
 class JobRun:
-    """A job from its submission to its end. `send(identity, message)` reaches a process, `tell(message)` the
-    command line that submitted it, `ended(code, reason)` is called once."""
+    """A job from its beginning to its end. `source` brings its processes about, `send(identity, message)` reaches one,
+    `ended(code, reason)` is called once."""
 
     def __init__(
         self,
         name: str,
-        submit: msg.Submit,
+        config: JobConfig,
+        source: Source,
         *,
+        target: str,
+        pull: str,
         supervisor: Supervisor,
         log: EventLog,
-        log_dir: Path,
-        address: str,
         shard_address: str,
         send: Callable[[bytes, msg.Message], None],
-        tell: Callable[[msg.Message], None],
         ended: Callable[[int, str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        config = JobConfig(
-            world_size=submit.world_size,
-            num_standbys=submit.num_standbys,
-            max_restarts=submit.max_restarts,
-            suspect_after_s=submit.suspect_after_s,
-        )
         self.name = name
-        self.submit = submit
+        self.target = target
+        self.source = source
         self.core = Core(config)
-        self.recoveries = Recoveries(submit.world_size)
+        self.recoveries = Recoveries(config.world_size)
         self.directory = JobDirectory.make(name)
         self.shm_dir = self.directory.path
         self.memory = JobMemory(self.shm_dir, name, self.log)
-        self.logs = LogLayout(log_dir, name)
         self.processes: dict[str, Process] = {}
-        self._source = (-1, "stdout")
-        self._lines: list[bytes] = []  # of that source, not told yet
-        self.output_bytes = 0
-        self.output_seen_bytes = 0  # of those, what the command line says it has dealt with
-        self.has_listener = True
+        self._pull = pull
         self._supervisor = supervisor
         self._log = log
-        self._address = address
         self._shard_address = shard_address
         self._send = send
-        self._tell = tell
         self._ended = ended
         self._clock = clock
-        self._tail = Tail(self._output)
         self._tags: dict[int, TagReader] = {}
         self._rendezvous = Rendezvous(self._answer_get)
         self._replaced: tuple[int, ...] = ()  # by the newest plan
         self._tasks: set[asyncio.Task[None]] = set()
         self._end: tuple[int, str] | None = None
-        env = dict(submit.env)
-        if submit.world_size > 1:
-            env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, and for the same reason
-        self._launch = Launch(
-            name=name,
-            python=submit.python,
-            env=env,
-            cwd=submit.cwd,
-            log_path=self.logs.log_dir / name / "forkserver.log",
-            preload=submit.preload,
-        )
 
     # --- in ---------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        self._task(self._follow_output())
+        self.source.begin()
         self.feed(ev.Begin())
 
     def feed(self, event: ev.Event) -> None:
@@ -150,34 +101,14 @@ class JobRun:
             ended = "ended" if code is None else f"exit {code}"
             kind = signal.Signals(number).name if number is not None else ended
             self.recoveries.fault(now, rank, kind, tag)
-        if not process.explained and (code or number in CRASHES) and (words := _last_words(process.stderr)):
+        if not process.explained and (code or number in CRASHES) and (words := last_words(process.stderr)):
             self.feed(ev.Failed(proc, f"last on stderr: {words}"))
         kept = self.memory.kept(rank) if rank is not None else ((), ())
         self.feed(ev.Exited(proc, code, number, *kept, tag.step if tag is not None else None))
         self._task(self._forget(proc))
 
-    async def _follow_output(self) -> None:
-        """The files hold what the command line has not shown yet, so nothing piles up in memory."""
-        pause_s = OUTPUT_PAUSE_S
-        while True:
-            busy = not self.output_blocked and self._tail.poll()
-            self._flush_output()
-            pause_s = OUTPUT_PAUSE_S if busy else min(pause_s * 1.5, 10 * OUTPUT_PAUSE_S)
-            await asyncio.sleep(pause_s)
-
-    @property
-    def output_blocked(self) -> bool:
-        return self.has_listener and self.output_bytes - self.output_seen_bytes > MAX_BYTES_AHEAD
-
-    async def _room_for_output(self) -> None:
-        self._flush_output()
-        await asyncio.sleep(0)
-        while self.output_blocked:
-            await asyncio.sleep(OUTPUT_PAUSE_S)
-
     async def _forget(self, proc: str) -> None:
-        await self._tail.finish(proc, self._room_for_output)
-        self._flush_output()
+        await self.source.ended(self.processes[proc])
         self.processes.pop(proc, None)
         self._maybe_end()
 
@@ -245,7 +176,7 @@ class JobRun:
             world_size=self.core.config.world_size,
             generation=process.generation,
             replacement=process.replacement,
-            pull=self.submit.pull,
+            pull=self._pull,
             shard_address=self._shard_address,
             heartbeat_s=self.core.config.suspect_after_s / HEARTBEATS,
             daemon_pid=os.getpid(),
@@ -358,6 +289,8 @@ class JobRun:
                 for proc in action.procs:
                     self._to(proc, resume)
             case ev.SetRegime():
+                if action.sealing:
+                    self.log("arena memory", self.memory.needs())
                 for proc in action.procs:
                     self._to(proc, msg.Regime(action.sealing))
             case ev.Release():
@@ -393,35 +326,13 @@ class JobRun:
             self.exited(process.name, COULD_NOT_START, None)
 
     async def _start_process(self, process: Process) -> None:
-        if process.rank is not None and not process.replacement and self.core.state.generation == 1:
-            files = self.logs.rank_files(process.rank)
-        else:
-            files = self.logs.standby_files(process.number)
-            if process.rank is not None:
-                self.logs.link_replacement(process.rank, process.number)
-        self._tail.follow(process.name, files)
-        process.stderr = files["stderr"]
-        spec = ProcSpec(
-            proc=process.name,
-            entry=ENTRY,
-            stdout_path=str(files["stdout"]),
-            stderr_path=str(files["stderr"]),
-            cwd=self.submit.cwd,
-            program={
-                "address": self._address,
-                "target": self.submit.target,
-                "module": self.submit.module,
-                "umask": self.submit.umask,
-                "args": list(self.submit.args),
-            },
-        )
-        pid = await self._supervisor.spawn(spec, self._launch, fresh=self.submit.start_method == "fresh")
+        pid = await self.source.start(process)
         self.log("process started", f"{process.name}, pid {pid}", process.rank)
 
     def _assign(self, action: ev.Assign) -> None:
         process = self.processes[action.proc]
         process.rank, process.generation = action.rank, action.generation
-        self.logs.link_replacement(action.rank, process.number)
+        self.source.assigned(process)
         self._to(action.proc, msg.Assign(action.rank, action.generation))
 
     def _kill(self, action: ev.Kill) -> None:
@@ -435,25 +346,6 @@ class JobRun:
         else:
             self._supervisor.signal(action.proc, signal.SIGTERM)
             self._supervisor.signal(action.proc, signal.SIGCONT)
-
-    def _output(self, proc: str, stream: str, line: bytes) -> None:
-        rank = self.core.rank_of(proc)
-        process = self.processes.get(proc)
-        if rank is None and process is not None:
-            rank = process.rank
-        source = (-1 if rank is None else rank, stream)
-        if source != self._source:
-            self._flush_output()
-            self._source = source
-        self._lines.append(line)
-
-    def _flush_output(self) -> None:
-        """A message for each line would keep the loop busy for seconds when a rank prints a lot."""
-        if self._lines:
-            output = msg.Output(*self._source, b"\n".join(self._lines))
-            self._lines.clear()
-            self.output_bytes += len(output.data) + msg.OUTPUT_OVERHEAD_BYTES
-            self._tell(output)
 
     # --- the end ----------------------------------------------------------------------------------------
 
@@ -470,10 +362,7 @@ class JobRun:
         self._task(self._close(*end))
 
     async def _close(self, code: int, reason: str) -> None:
-        self._supervisor.stop_fork_server(self.name)
-        await self._supervisor.settled(timeout_s=5.0)
-        self._tail.close()
-        self._flush_output()
+        await self.source.close()
         for reader in self._tags.values():
             reader.close()
         self.directory.remove()
@@ -481,15 +370,3 @@ class JobRun:
             if task is not asyncio.current_task():
                 task.cancel()
         self._ended(code, reason)
-
-
-def _last_words(path: Path | None) -> str:
-    """The last line in a process's standard error: for one that ended badly, and without a traceback."""
-    try:
-        with open(path or os.devnull, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - LAST_WORDS_BYTES))
-            lines = file.read().decode(errors="replace").strip().splitlines()
-    except OSError:
-        return ""
-    return lines[-1].strip()[:SUMMARY_CHARACTERS] if lines else ""

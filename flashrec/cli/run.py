@@ -24,7 +24,12 @@ PRESENT_S = 1.0
 TELL_BYTES = 256 << 10
 INTERRUPTED = 130
 # What a person should see of a recovery without asking: that there is one, why, and that it is over.
-RECOVERY_EVENTS = {"abort": "recovering", "recovered": "recovered"}
+SHOWN_EVENTS = {
+    "abort": "recovering",
+    "recovered": "recovered",
+    "sealed regime": "sealed regime",
+    "arena memory": "arena memory",
+}
 STREAMS = {"0": (), "1": ("stdout",), "2": ("stderr",), "3": ("stdout", "stderr")}
 
 
@@ -116,7 +121,7 @@ def run(
         suspect_after_s=suspect_after,
     )
     with _daemon(directory) as client:
-        show = None if events else RECOVERY_EVENTS
+        show = None if events else SHOWN_EVENTS
         sys.exit(Submission(client, submit, shown, show_events=show).follow())
 
 
@@ -251,7 +256,7 @@ class Submission:
             return
         places = [f"{name} {event[name]}" for name in ("rank", "step") if event[name] is not None]
         where = f" ({', '.join(places)})" if places else ""
-        name = event["event"] if self._show_events is None else RECOVERY_EVENTS.get(event["event"])
+        name = event["event"] if self._show_events is None else SHOWN_EVENTS.get(event["event"])
         print(f"flashrec: {name or event['event']}{where}: {event['reason']}", file=sys.stderr, flush=True)
 
     def _orphaned(self) -> str:

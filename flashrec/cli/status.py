@@ -63,8 +63,8 @@ def render_job(job: dict[str, Any]) -> RenderableType:
     """The job's line, and a row for each rank."""
     standbys = ", ".join(f"{s['process']} {s['depth']}" for s in job["standbys"]) or "none"
     line = Text(
-        f"job {job['job']}: {job['status']}, generation {job['generation']}, {job['regime']} regime, "
-        f"{job['restarts']} recoveries; standbys: {standbys}"
+        f"job {job['job']}: {job['status']}, generation {job['generation']}, {job['restarts']} recoveries; "
+        f"standbys: {standbys}\n{regime(job)}"
     )
     table = Table(box=None, pad_edge=False)
     for column in ("rank", "pid", "phase", "step", "committed", "loss"):
@@ -85,6 +85,14 @@ def render_job(job: dict[str, Any]) -> RenderableType:
         style = PLACE_STYLES.get(phase, "red")
         table.add_row(*cells[:2], Text(phase, style=style), *cells[3:])
     return Group(line, table)
+
+
+def regime(job: dict[str, Any]) -> str:
+    """What protects the state, why that, and what it takes."""
+    if job["regime"] == "sealed":
+        memory = f"up to {job['arena_bytes'] / 2**20:.0f} MiB of shared memory"
+        return f"sealed regime: every version is sealed, {memory}; because {job['why_sealed']}"
+    return "live regime: every rank holds the whole state, and serves those that lose it"
 
 
 def render_timeouts(document: dict[str, Any]) -> RenderableType:

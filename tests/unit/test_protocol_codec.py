@@ -182,7 +182,7 @@ def test_a_damaged_message_is_refused_or_another_valid_one(message: Any, data: s
         ([PROTOCOL, "Heartbeat", b"p1"], "Heartbeat.proc cannot be bytes"),
         ([PROTOCOL, "Present", "j", True], "Present.num_bytes cannot be bool"),
         ([PROTOCOL, "Present", "j", 1.0], "Present.num_bytes cannot be float"),
-        ([PROTOCOL, "Parked", "p", 1, "0", True, "gate", 1], "Parked.version cannot be str"),
+        ([PROTOCOL, "Parked", "p", 1, "0", True, 1], "Parked.version cannot be str"),
     ],
 )
 def test_what_is_wrong_is_said(value: Any, says: str) -> None:

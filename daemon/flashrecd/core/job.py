@@ -177,7 +177,10 @@ class Core:
             return
         self._set(status=Status.RUNNING)
         self._log("running", "every rank has protected its state", step=0)
-        self._log("regime", f"sealed: {why}" if why else "live: every rank holds the whole state")
+        if why:
+            self._log("sealed regime", why)
+        else:
+            self._log("live regime", "every rank holds the whole state")
         self._do(ev.SetRegime(bool(why), self._live_procs()))
         parked = [r for r, m in enumerate(self.state.members) if m.status is RankStatus.PARKED]
         if parked:  # it was faster than the news that all had protected, and says so only once
@@ -188,7 +191,7 @@ class Core:
     def _switched(self, event: ev.Switched, now: float) -> None:
         if self.rank_of(event.proc) is not None and not self.state.why_sealed:
             self._set(why_sealed=event.why_sealed)
-            self._log("regime", f"sealed: {event.why_sealed}")
+            self._log("sealed regime", event.why_sealed)
 
     def _all(self, *statuses: RankStatus) -> bool:
         return all(m.status in statuses for m in self.state.members)
