@@ -99,13 +99,13 @@ def bandwidths(directory: Path, size_mib: int) -> dict[str, float]:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     captured = capture(model, optimizer)
-    layout = captured.layout()
+    layout = captured.rank_layout().sets[0].layout
     size_bytes = layout.total_bytes
 
     def make(num_parts: int) -> list[ExportManifest]:
         return [
             export(
-                captured,
+                captured.of_set(0),
                 pieces,
                 export_path(directory, 1, part),
                 rank=part,
@@ -127,7 +127,7 @@ def bandwidths(directory: Path, size_mib: int) -> dict[str, float]:
 
         def pull(address: str | None, manifests: list[ExportManifest] = manifests) -> None:
             parts = [[Source(manifest, address)] for manifest in manifests]
-            Puller().pull(captured, layout, parts, version=1, generation=1, deadline_s=300)
+            Puller().pull(captured.of_set(0), layout, parts, version=1, generation=1, deadline_s=300)
 
         figures[f"pull_shared_memory_{num_parts}_parts_gbps"] = gigabytes_per_s(
             size_bytes, lambda: pull(None)

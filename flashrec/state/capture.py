@@ -26,9 +26,8 @@ import torch
 
 from flashrec import torch_private
 from flashrec.errors import LayoutMismatch, UsageError
-from flashrec.state.codec import Buffer
 from flashrec.state.estimate import state_to_come
-from flashrec.state.layout import Layout, Piece, RankLayout, ReplicaSet, TensorSpec
+from flashrec.state.layout import Layout, RankLayout, ReplicaSet, TensorSpec
 from flashrec.state.names import (
     Stateful,
     distinct,
@@ -125,7 +124,6 @@ class Captured:
         self._readers: dict[int, LiveTensors] = {}
         # Gradients of DTensors: how they are spread over the ranks only load_common_state knows.
         self._prepared_grads: dict[str, torch.Tensor] = {}
-        self._whole = LiveTensors([], [])
         self._sets: list[tuple[tuple[int, ...], list[_Held]]] = []
         self._rank_layout: RankLayout | None = None
         self.refresh()
@@ -182,36 +180,14 @@ class Captured:
             self._readers[index] = LiveTensors([one.spec for one in held], [one.tensor for one in held])
         return self._readers[index]
 
-    def layout(self) -> Layout:
-        """All tensors in one layout, as they are now, to which the pieces of `read_piece` and `write_piece` refer."""
-        self.refresh()
-        self._whole = LiveTensors([one.spec for one in self._held], [one.tensor for one in self._held])
-        return Layout([one.spec for one in self._held])
-
-    def read_piece(self, piece: Piece) -> memoryview:
-        """As `LiveTensors.read_piece`, for the layout last returned by `layout` or prepared."""
-        return self._whole.read_piece(piece)
-
-    def piece_memory(self, piece: Piece) -> memoryview | None:
-        """As `LiveTensors.piece_memory`, for the layout last returned by `layout` or prepared."""
-        return self._whole.piece_memory(piece)
-
-    def write_piece(self, piece: Piece, data: Buffer) -> None:
-        """As `LiveTensors.write_piece`, for the layout last returned by `layout` or prepared."""
-        self._whole.write_piece(piece, data)
-
-    def prepare(self, layout: RankLayout | Layout) -> None:
-        """Make the live objects have exactly `layout`, so that pieces of it can be written.
+    def prepare(self, layout: RankLayout) -> None:
+        """Make the live objects have exactly `layout`, so that pieces of it can be written (`of_set`).
 
         Optimizer state (and, with `include_grads`, gradients) that the layout has is created, with undefined
         values; what it has not is dropped. FSDP2 is brought to where it gathers what is written. Raises
         LayoutMismatch naming the first tensor that the model cannot have; nothing is changed then."""
-        holders: dict[str, tuple[int, ...]] = {}
-        if isinstance(layout, RankLayout):
-            holders = self._holders_in(layout)
-            wanted = [spec for one in layout.sets for spec in one.layout]
-        else:
-            wanted = list(layout)
+        holders = self._holders_in(layout)
+        wanted = [spec for one in layout.sets for spec in one.layout]
         specs = {spec.name: spec for spec in wanted}
         live = {one.spec.name: one for one in self._look()}
         owners = {name: owner for state in self._optimizers for name, owner in state.owners(specs)}
@@ -224,7 +200,7 @@ class Captured:
             if one is None or one.spec != spec:
                 tensor = made_like(owners[spec.name], DTYPES[spec.dtype], spec.shape)
                 one = _Held(spec, tensor, self._holders.get(id(owners[spec.name])))
-            one.holders = holders.get(spec.name, one.holders)
+            one.holders = holders[spec.name]
             held.append(one)
         for model in self._models.values():
             torch_private.reset_fsdp(model)
@@ -241,7 +217,6 @@ class Captured:
                     parameter.grad = grad
         self._hold(held)
         self._watch.forget()
-        self._whole = LiveTensors(wanted, [one.tensor for one in held])
 
     def sealing_estimate(self) -> int | None:
         """Bytes of tensor state that this rank will have after the optimizers' first step, beyond what it has now

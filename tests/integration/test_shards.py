@@ -22,7 +22,7 @@ from torch import nn
 
 from flashrec.state.capture import Captured, capture
 from flashrec.state.export import export
-from flashrec.state.layout import Layout
+from flashrec.state.layout import Layout, RankLayout
 from flashrec.state.manifest import ExportManifest, Source, export_path
 from flashrec.state.pull import Puller, PullIncomplete, PullReport
 from flashrec.state.remote import ShardConnection, SourceFailed
@@ -94,16 +94,20 @@ class Rank:
             self.optimizer.zero_grad()
             (self.model[0](torch.ones(900)).sum() + self.model[1](torch.ones(1, 8, 4, 4)).sum()).backward()
             self.optimizer.step()
+        self.captured.refresh()
+
+    def layout(self) -> Layout:
+        return self.captured.rank_layout().sets[0].layout
 
     def state(self) -> list[bytes]:
-        pieces = [piece for part in self.captured.layout().split(1) for piece in part]
-        return [bytes(self.captured.read_piece(piece)) for piece in pieces]
+        pieces = [piece for part in self.layout().split(1) for piece in part]
+        return [bytes(self.captured.of_set(0).read_piece(piece)) for piece in pieces]
 
     def exports(self, root: Path, num_parts: int, first_rank: int = 0) -> list[ExportManifest]:
-        layout = self.captured.layout()
+        layout = self.layout()
         return [
             export(
-                self.captured,
+                self.captured.of_set(0),
                 pieces,
                 export_path(root, 2, first_rank + part),
                 rank=first_rank + part,
@@ -124,8 +128,10 @@ def survivor() -> Rank:
 def pull(
     puller: Puller, target: Rank, layout: Layout, parts: Sequence[Sequence[Source]], deadline_s: float = 60
 ) -> PullReport:
-    target.captured.prepare(layout)
-    return puller.pull(target.captured, layout, parts, version=2, generation=2, deadline_s=deadline_s)
+    target.captured.prepare(RankLayout.same_everywhere(layout, 0, 1))
+    return puller.pull(
+        target.captured.of_set(0), layout, parts, version=2, generation=2, deadline_s=deadline_s
+    )
 
 
 def remote(address: str, *of_part: Sequence[ExportManifest], key: bytes = b"") -> list[list[Source]]:
@@ -144,12 +150,12 @@ def test_a_pull_over_a_socket_is_bit_identical(
     server = start(tmp_path, "--key-file", str(key_file), bind=bind)
     manifests = survivor.exports(tmp_path, 3)
     target = Rank(2)
-    report = pull(Puller(), target, survivor.captured.layout(), remote(server.address, manifests, key=KEY))
+    report = pull(Puller(), target, survivor.layout(), remote(server.address, manifests, key=KEY))
     assert target.state() == survivor.state()
     assert report.refused == ()
-    assert server.stats(KEY)["sent_bytes"] == report.size_bytes == survivor.captured.layout().total_bytes
+    assert server.stats(KEY)["sent_bytes"] == report.size_bytes == survivor.layout().total_bytes
     with pytest.raises(PullIncomplete, match="wrong key"):
-        pull(Puller(), target, survivor.captured.layout(), remote(server.address, manifests, key=b"guess"))
+        pull(Puller(), target, survivor.layout(), remote(server.address, manifests, key=b"guess"))
 
 
 def test_it_is_small_and_free_of_torch(start: Callable[..., Server]) -> None:
@@ -180,7 +186,7 @@ def test_a_server_that_dies_is_left_for_another_at_once(
     puller = Puller(kill_in_the_middle, max_threads=1, stall_s=30)
     started = time.monotonic()
     sources = [[Source(manifests[0], first.address), Source(manifests[0], second.address)]]
-    report = pull(puller, target, survivor.captured.layout(), sources)
+    report = pull(puller, target, survivor.layout(), sources)
     assert time.monotonic() - started < 15, "the socket says that the peer is gone; no time-out is needed"
     assert target.state() == survivor.state()
     assert any("connection ended" in reason for reason in report.refused)
@@ -196,7 +202,7 @@ def test_nobody_at_the_address_is_noticed_at_once(survivor: Rank, tmp_path: Path
         pull(
             Puller(stall_s=30),
             Rank(2),
-            survivor.captured.layout(),
+            survivor.layout(),
             remote(address.format(tmp_path), manifests),
         )
     assert time.monotonic() - started < 15
@@ -210,7 +216,7 @@ def test_a_server_that_stalls_is_left_for_another(
     first.process.send_signal(signal.SIGSTOP)
     target = Rank(2)
     sources = [[Source(manifests[0], first.address), Source(manifests[0], second.address)]]
-    report = pull(Puller(stall_s=0.5), target, survivor.captured.layout(), sources)
+    report = pull(Puller(stall_s=0.5), target, survivor.layout(), sources)
     assert target.state() == survivor.state()
     assert any("sent nothing for 0.5 s" in reason for reason in report.refused)
 
@@ -223,7 +229,7 @@ def test_the_deadline_holds_against_a_stalled_server(
     started = time.monotonic()
     parts = remote(server.address, survivor.exports(tmp_path, 2))
     with pytest.raises(PullIncomplete, match="time was over"):
-        pull(Puller(stall_s=60), Rank(2), survivor.captured.layout(), parts, deadline_s=0.5)
+        pull(Puller(stall_s=60), Rank(2), survivor.layout(), parts, deadline_s=0.5)
     assert time.monotonic() - started < 15
 
 
@@ -238,7 +244,7 @@ def test_a_corrupt_file_behind_a_server_goes_to_the_next_source(
         file.seek(1 << 20)
         file.write(bytes([byte ^ 128]))
     target = Rank(2)
-    report = pull(Puller(), target, survivor.captured.layout(), remote(server.address, bad, good))
+    report = pull(Puller(), target, survivor.layout(), remote(server.address, bad, good))
     assert target.state() == survivor.state()
     assert len(report.refused) == 1
     assert "rank 1" in report.refused[0]
@@ -253,7 +259,7 @@ def test_a_missing_file_and_a_truncated_one(
     os.truncate(manifests[0].path, manifests[0].size_bytes - 1)
     os.unlink(manifests[1].path)
     with pytest.raises(PullIncomplete) as caught:
-        pull(Puller(), Rank(2), survivor.captured.layout(), remote(server.address, manifests))
+        pull(Puller(), Rank(2), survivor.layout(), remote(server.address, manifests))
     assert caught.value.parts == (0, 1)
     assert "No such file" in str(caught.value)
     assert server.stats()["missing_files"] >= 2
@@ -307,7 +313,7 @@ def test_a_lying_server_is_found_out(
     try:
         target = Rank(2)
         sources = [[Source(manifests[0], f"ipc://{tmp_path}/impostor"), Source(manifests[0])]]
-        report = pull(Puller(max_threads=1), target, survivor.captured.layout(), sources)
+        report = pull(Puller(max_threads=1), target, survivor.layout(), sources)
     finally:
         impostor.close()
     assert reason in report.refused[0]
@@ -341,7 +347,7 @@ def test_garbage_at_the_door_harms_nobody(
         assert not too_large.poll(300)
         too_large.close()
     target = Rank(2)
-    pull(Puller(), target, survivor.captured.layout(), remote(server.address, survivor.exports(tmp_path, 2)))
+    pull(Puller(), target, survivor.layout(), remote(server.address, survivor.exports(tmp_path, 2)))
     assert target.state() == survivor.state()
     assert server.stats()["refused_requests"] >= 200
     lines = [json.loads(line) for line in server.end().splitlines()]
@@ -361,7 +367,7 @@ def test_a_peer_that_never_reads_costs_nobody_else(
         for number in range(500):
             greedy.send(pack_request(Get(number, manifests[0].name, 0, 1 << 20), b""))
         target = Rank(2)
-        pull(Puller(), target, survivor.captured.layout(), remote(server.address, manifests))
+        pull(Puller(), target, survivor.layout(), remote(server.address, manifests))
         assert target.state() == survivor.state()
         assert server.stats()["dropped_replies"] > 0
         status = Path(f"/proc/{server.process.pid}/status").read_text()
@@ -382,10 +388,10 @@ def test_pulls_leave_neither_threads_nor_descriptors(
 
     first: tuple[int, ...] = ()
     for number in range(12):
-        pull(Puller(), target, survivor.captured.layout(), remote(server.address, manifests))
+        pull(Puller(), target, survivor.layout(), remote(server.address, manifests))
         nobody = remote(f"ipc://{tmp_path}/nobody", manifests)
         with pytest.raises(PullIncomplete):
-            pull(Puller(), target, survivor.captured.layout(), nobody)
+            pull(Puller(), target, survivor.layout(), nobody)
         if number == 2:  # by now whatever is made once has been made
             first = counts()
     # A thread that was joined, and the server's end of a connection, are gone a moment later.

@@ -15,7 +15,7 @@ from flashrec.errors import LayoutMismatch, ProtocolError, UsageError
 from flashrec.state import codec
 from flashrec.state import tensors as tensors_module
 from flashrec.state.capture import Captured, capture
-from flashrec.state.layout import Layout, Piece, TensorSpec
+from flashrec.state.layout import Layout, Piece, RankLayout, ReplicaSet, TensorSpec
 from flashrec.state.tensors import decode, encode, read_bytes, spec_of, write_bytes
 
 MAX = 1 << 26
@@ -83,12 +83,25 @@ def pair(
 
 def transfer(source: Captured, target: Captured, num_parts: int = 3) -> None:
     """All pieces, then the common state, the latter as it goes over a wire."""
-    layout = Layout.from_bytes(source.layout().to_bytes())
+    source.refresh()
+    layout = RankLayout.from_bytes(source.rank_layout().to_bytes())
     target.prepare(layout)
-    for part in layout.split(num_parts):
-        for piece in part:
-            target.write_piece(piece, bytes(source.read_piece(piece)))
+    for index, one in enumerate(layout.sets):
+        reader, writer = source.of_set(index), target.of_set(index)
+        for part in one.layout.split(num_parts):
+            for piece in part:
+                writer.write_piece(piece, bytes(reader.read_piece(piece)))
     target.load_common_state(decode(encode(source.common_state()), MAX))
+
+
+def layout_of(captured: Captured) -> Layout:
+    """Of all tensors as they are now: this rank holds them alone."""
+    captured.refresh()
+    return captured.rank_layout().sets[0].layout
+
+
+def for_rank_0(layout: Layout) -> RankLayout:
+    return RankLayout(0, (ReplicaSet((0,), layout),))
 
 
 def assert_same_state(
@@ -102,7 +115,7 @@ def assert_same_state(
     assert mine.keys() == theirs.keys()
     for index in mine:
         assert encode(mine[index]) == encode(theirs[index]), index
-    assert one[2].layout() == other[2].layout()
+    assert layout_of(one[2]) == layout_of(other[2])
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -145,7 +158,7 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
 def test_names_and_tied_parameters() -> None:
     source, _ = pair(OPTIMIZERS["adamw"])
     train(source[0], source[1], 1)
-    names = [spec.name for spec in source[2].layout()]
+    names = [spec.name for spec in layout_of(source[2])]
     assert len(set(names)) == len(names)
     assert "model.embed.weight" in names
     assert "model.head.weight" not in names, "tied: once, under its first name"
@@ -157,19 +170,19 @@ def test_names_and_tied_parameters() -> None:
 def test_memory_shared_by_two_parameters_counts_once() -> None:
     model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
     model[1].weight.data = model[0].weight.data
-    names = [spec.name for spec in capture(model, torch.optim.SGD(model.parameters(), lr=1)).layout()]
+    names = [spec.name for spec in layout_of(capture(model, torch.optim.SGD(model.parameters(), lr=1)))]
     assert names == ["model.0.weight", "model.0.bias", "model.1.bias"]
 
 
 def test_reading_a_contiguous_tensor_copies_nothing() -> None:
     model = nn.Linear(4, 4)
     captured = capture(model, torch.optim.SGD(model.parameters(), lr=1))
-    captured.layout()
-    memory = captured.piece_memory(Piece(0, 16, 16))
+    reader = captured.of_set(0)
+    memory = reader.piece_memory(Piece(0, 16, 16))
     assert memory is not None
     with torch.no_grad():
         model.weight[1, 0] = 42.0
-    assert captured.read_piece(Piece(0, 16, 4)).cast("f")[0] == 42.0
+    assert reader.read_piece(Piece(0, 16, 4)).cast("f")[0] == 42.0
     assert memory.cast("B").cast("f")[0] == 42.0
 
 
@@ -179,7 +192,7 @@ def test_indirect_writes_exclude_each_other(monkeypatch: pytest.MonkeyPatch) -> 
     locks = []
 
     def write(tensor: torch.Tensor, offset: int, data: Any) -> None:
-        locks.append(target[2]._whole._indirect_write.locked())
+        locks.append(target[2].of_set(0)._indirect_write.locked())
         write_bytes(tensor, offset, data)
 
     monkeypatch.setattr(tensors_module, "write_bytes", write)
@@ -204,7 +217,7 @@ def test_several_models_and_optimizers_by_name() -> None:
         {"actor": one, "critic": two},
         [torch.optim.SGD(one.parameters(), lr=1), torch.optim.SGD([*two.parameters(), temperature], lr=1)],
     )
-    assert [spec.name for spec in captured.layout()] == [
+    assert [spec.name for spec in layout_of(captured)] == [
         "model.actor.weight",
         "model.actor.bias",
         "model.critic.weight",
@@ -245,9 +258,9 @@ def test_a_mismatch_names_the_tensor_and_changes_nothing(other: Callable[[], nn.
     model(torch.ones(4)).sum().backward()
     optimizer.step()
     theirs = other()
-    layout = capture(theirs, torch.optim.AdamW(theirs.parameters())).layout()
+    layout = capture(theirs, torch.optim.AdamW(theirs.parameters())).rank_layout()
     with pytest.raises(LayoutMismatch) as caught:
-        capture(theirs, torch.optim.AdamW(theirs.parameters())).prepare(captured.layout())
+        capture(theirs, torch.optim.AdamW(theirs.parameters())).prepare(for_rank_0(layout_of(captured)))
     assert "model" in str(caught.value)
     with pytest.raises(LayoutMismatch) as caught:
         captured.prepare(layout)
@@ -258,9 +271,9 @@ def test_a_mismatch_names_the_tensor_and_changes_nothing(other: Callable[[], nn.
 def test_state_of_a_parameter_that_does_not_exist() -> None:
     model = nn.Linear(2, 2)
     captured = capture(model, torch.optim.AdamW(model.parameters()))
-    specs = [*captured.layout(), TensorSpec("optimizer.state.9.exp_avg", "float32", (2,), 8)]
+    specs = [*layout_of(captured), TensorSpec("optimizer.state.9.exp_avg", "float32", (2,), 8)]
     with pytest.raises(LayoutMismatch, match=r"optimizer\.state\.9\.exp_avg"):
-        captured.prepare(Layout(specs))
+        captured.prepare(for_rank_0(Layout(specs)))
 
 
 def test_common_state_of_other_groups_is_refused() -> None:
@@ -394,7 +407,7 @@ class Odd(torch.optim.Optimizer):
 def test_nested_state_of_any_optimizer() -> None:
     source, target = pair(Odd)
     train(source[0], source[1], 3)
-    names = {spec.name for spec in source[2].layout()}
+    names = {spec.name for spec in layout_of(source[2])}
     assert {
         "optimizer.state.1.history[0]",
         "optimizer.state.1.history[1].deep",
@@ -405,11 +418,11 @@ def test_nested_state_of_any_optimizer() -> None:
     train(source[0], source[1], 1)
     train(target[0], target[1], 1)
     assert encode(source[2].common_state()) == encode(target[2].common_state())
-    layout = source[2].layout()
-    assert layout == target[2].layout()
+    layout = layout_of(source[2])
+    assert layout == layout_of(target[2])
     for part in layout.split(1):
         for piece in part:
-            assert source[2].read_piece(piece) == target[2].read_piece(piece)
+            assert source[2].of_set(0).read_piece(piece) == target[2].of_set(0).read_piece(piece)
 
 
 # --- single tensors
