@@ -27,8 +27,10 @@ from flashrec.protocol.jobdir import remove_stale
 from flashrecd import metrics
 from flashrecd import status as status_document
 from flashrecd.core import events as ev
+from flashrecd.core.state import JobConfig
 from flashrecd.eventlog import EventLog
 from flashrecd.jobrun import JobRun
+from flashrecd.launching import OwnProcesses
 from flashrecd.rundir import RunDirectory
 from flashrecd.shardserver import ShardServer
 from flashrecd.store.base import Store
@@ -53,6 +55,7 @@ class Daemon:
         self.run = RunDirectory(run_dir)
         self.log = EventLog(run_dir / "events.jsonl")
         self.job: JobRun | None = None
+        self._own: OwnProcesses | None = None  # of that job
         self.store: Store = EmbeddedStore()
         self._last_job: dict[str, Any] | None = None
         self._client: bytes | None = None
@@ -159,7 +162,8 @@ class Daemon:
         """The process that submitted the job is gone."""
         self._forget_client()
         if self.job is not None:
-            self.job.has_listener = False
+            if self._own is not None:
+                self._own.has_listener = False
             self.job.feed(ev.Stop("the command line that submitted the job is gone", hard=True))
 
     def _forget_client(self) -> None:
@@ -200,8 +204,8 @@ class Daemon:
             case msg.Submit():
                 self._submit(identity, message)
             case msg.Present():
-                if identity == self._client and self.job is not None:
-                    self.job.output_seen_bytes = message.num_bytes
+                if identity == self._client and self._own is not None:
+                    self._own.output_seen_bytes = message.num_bytes
             case msg.StopJob():
                 if self.job is None or self.job.name != message.job:
                     self._reply(identity, msg.Refused("job", f"no job {message.job} runs here"))
@@ -261,16 +265,29 @@ class Daemon:
         name = secrets.token_hex(3)
         log_dir = Path(message.log_dir) if message.log_dir else self.run.path / "jobs"
         try:
-            self.job = JobRun(
+            self._own = OwnProcesses(
                 name,
                 message,
                 supervisor=self.supervisor,
-                log=self.log,
                 log_dir=log_dir,
                 address=self.run.address,
+                tell=lambda note: self._reply(self._client, note),
+            )
+            self.job = JobRun(
+                name,
+                JobConfig(
+                    world_size=message.world_size,
+                    num_standbys=message.num_standbys,
+                    max_restarts=message.max_restarts,
+                    suspect_after_s=message.suspect_after_s,
+                ),
+                self._own,
+                target=message.target,
+                pull=message.pull,
+                supervisor=self.supervisor,
+                log=self.log,
                 shard_address=self._shards.address,
                 send=self._reply,
-                tell=lambda note: self._reply(self._client, note),
                 ended=self._job_ended,
             )
             if message.pull == "zmq":
@@ -279,7 +296,7 @@ class Daemon:
             os.close(client_pidfd)
             if self.job is not None:  # else it would keep the daemon busy, and never start
                 self.job.directory.remove()
-                self.job = None
+            self.job = self._own = None
             raise
         self._client, self._client_pidfd = identity, client_pidfd
         asyncio.get_running_loop().add_reader(client_pidfd, self._client_ended)
@@ -313,7 +330,7 @@ class Daemon:
         self.store.delete(f"job/{self.job.name}")
         self.log.listener = None
         self._reply(self._client, msg.JobEnded(self.job.name, code, reason))
-        self.job = None
+        self.job = self._own = None
         self._forget_client()
 
 

@@ -58,7 +58,7 @@ def describe(job: JobRun) -> dict[str, Any]:
         )
     return {
         "job": job.name,
-        "target": job.submit.target,
+        "target": job.target,
         "status": str(state.status),
         "regime": "sealed" if state.why_sealed else "live",
         "why_sealed": state.why_sealed,
@@ -69,7 +69,7 @@ def describe(job: JobRun) -> dict[str, Any]:
         "ranks": ranks,
         "standbys": [{"process": p, "pid": pids.get(p), "depth": d or "starting"} for p, d in state.standbys],
         "shm_dir": str(job.shm_dir),
-        "log_dir": str(job.logs.log_dir / job.name),
+        **job.source.describe(),
         "recoveries": job.recoveries.to_json(),
         "outcome": None if state.outcome is None else {"code": state.outcome[0], "reason": state.outcome[1]},
     }

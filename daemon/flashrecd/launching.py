@@ -1,0 +1,197 @@
+"""Where the processes of a job come from: a daemon's own start them, and follow what they print."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from flashrec.protocol import messages as msg
+from flashrec.protocol.spawn import ProcSpec
+from flashrecd.supervise import Launch, LogLayout, Supervisor, Tail
+
+ENTRY = "flashrec.runner:main"
+SUMMARY_CHARACTERS = 300
+LAST_WORDS_BYTES = 4096
+OUTPUT_PAUSE_S = 0.02
+MAX_BYTES_AHEAD = 8 << 20
+
+
+@dataclass
+class Process:
+    """A process the core asked for."""
+
+    name: str
+    number: int
+    rank: int | None
+    generation: int
+    replacement: bool
+    identity: bytes | None = None  # its ZeroMQ identity, once it has said Hello
+    starting: asyncio.Task[None] | None = None
+    gone: bool = False
+    explained: bool = False  # it has sent its traceback
+    said_code: int | None = None  # with which it said it would exit
+    stderr: Path | None = None
+    unsent: list[msg.Message] = field(default_factory=list)
+
+
+class Source(Protocol):
+    """Brings about the processes that a job's core asks for."""
+
+    def begin(self) -> None:
+        """The job starts; an event loop runs."""
+
+    async def start(self, process: Process) -> int:
+        """Comes back with its pid when it runs and is watched under its name. Raises FlashrecError."""
+
+    def assigned(self, process: Process) -> None:
+        """`process`, a standby, was given its rank."""
+
+    async def ended(self, process: Process) -> None:
+        """Comes back when all that the process printed has been passed on."""
+
+    async def close(self) -> None:
+        """All processes have ended: let go of everything."""
+
+    def describe(self) -> dict[str, Any]:
+        """What `flashrec status` shows of it."""
+
+
+class OwnProcesses:
+    """Forks of a warm server, or fresh interpreters. `tell(message)` reaches who submitted the job."""
+
+    def __init__(
+        self,
+        name: str,
+        submit: msg.Submit,
+        *,
+        supervisor: Supervisor,
+        log_dir: Path,
+        address: str,
+        tell: Callable[[msg.Message], None],
+    ) -> None:
+        self.submit = submit
+        self.logs = LogLayout(log_dir, name)
+        self.output_bytes = 0
+        self.output_seen_bytes = 0  # of those, what the command line says it has dealt with
+        self.has_listener = True
+        self._name = name
+        self._supervisor = supervisor
+        self._address = address
+        self._tell = tell
+        self._tail = Tail(self._output)
+        self._followed: dict[str, Process] = {}
+        self._following: asyncio.Task[None] | None = None
+        self._source = (-1, "stdout")
+        self._lines: list[bytes] = []  # of that source, not told yet
+        env = dict(submit.env)
+        if submit.world_size > 1:
+            env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, and for the same reason
+        self._launch = Launch(
+            name=name,
+            python=submit.python,
+            env=env,
+            cwd=submit.cwd,
+            log_path=self.logs.log_dir / name / "forkserver.log",
+            preload=submit.preload,
+        )
+
+    def begin(self) -> None:
+        self._following = asyncio.get_running_loop().create_task(self._follow_output())
+
+    async def start(self, process: Process) -> int:
+        if process.rank is not None and not process.replacement and process.generation == 1:
+            files = self.logs.rank_files(process.rank)
+        else:
+            files = self.logs.standby_files(process.number)
+            if process.rank is not None:
+                self.logs.link_replacement(process.rank, process.number)
+        self._followed[process.name] = process
+        self._tail.follow(process.name, files)
+        process.stderr = files["stderr"]
+        spec = ProcSpec(
+            proc=process.name,
+            entry=ENTRY,
+            stdout_path=str(files["stdout"]),
+            stderr_path=str(files["stderr"]),
+            cwd=self.submit.cwd,
+            program={
+                "address": self._address,
+                "target": self.submit.target,
+                "module": self.submit.module,
+                "umask": self.submit.umask,
+                "args": list(self.submit.args),
+            },
+        )
+        return await self._supervisor.spawn(spec, self._launch, fresh=self.submit.start_method == "fresh")
+
+    def assigned(self, process: Process) -> None:
+        assert process.rank is not None
+        self.logs.link_replacement(process.rank, process.number)
+
+    async def ended(self, process: Process) -> None:
+        await self._tail.finish(process.name, self._room_for_output)
+        self._flush_output()
+        self._followed.pop(process.name, None)
+
+    async def close(self) -> None:
+        self._supervisor.stop_fork_server(self._name)
+        await self._supervisor.settled(timeout_s=5.0)
+        self._tail.close()
+        self._flush_output()
+        if self._following is not None:
+            self._following.cancel()
+
+    def describe(self) -> dict[str, Any]:
+        return {"log_dir": str(self.logs.log_dir / self._name), "launcher": None}
+
+    # --- output -------------------------------------------------------------------------------------------
+
+    async def _follow_output(self) -> None:
+        """The files hold what the command line has not shown yet, so nothing piles up in memory."""
+        pause_s = OUTPUT_PAUSE_S
+        while True:
+            busy = not self.output_blocked and self._tail.poll()
+            self._flush_output()
+            pause_s = OUTPUT_PAUSE_S if busy else min(pause_s * 1.5, 10 * OUTPUT_PAUSE_S)
+            await asyncio.sleep(pause_s)
+
+    @property
+    def output_blocked(self) -> bool:
+        return self.has_listener and self.output_bytes - self.output_seen_bytes > MAX_BYTES_AHEAD
+
+    async def _room_for_output(self) -> None:
+        self._flush_output()
+        await asyncio.sleep(0)
+        while self.output_blocked:
+            await asyncio.sleep(OUTPUT_PAUSE_S)
+
+    def _output(self, proc: str, stream: str, line: bytes) -> None:
+        process = self._followed.get(proc)
+        rank = process.rank if process is not None else None
+        source = (-1 if rank is None else rank, stream)
+        if source != self._source:
+            self._flush_output()
+            self._source = source
+        self._lines.append(line)
+
+    def _flush_output(self) -> None:
+        """A message for each line would keep the loop busy for seconds when a rank prints a lot."""
+        if self._lines:
+            output = msg.Output(*self._source, b"\n".join(self._lines))
+            self._lines.clear()
+            self.output_bytes += len(output.data) + msg.OUTPUT_OVERHEAD_BYTES
+            self._tell(output)
+
+
+def last_words(path: Path | None) -> str:
+    """The last line in a process's standard error: for one that ended badly, and without a traceback."""
+    try:
+        with open(path or os.devnull, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - LAST_WORDS_BYTES))
+            lines = file.read().decode(errors="replace").strip().splitlines()
+    except OSError:
+        return ""
+    return lines[-1].strip()[:SUMMARY_CHARACTERS] if lines else ""
