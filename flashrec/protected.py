@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from flashrec import torch_private
@@ -136,9 +135,7 @@ class ProtectedState:
         return 2 * (owned + (self.captured.sealing_estimate() or 0))
 
     def _has_sharded_optimizer(self) -> bool:
-        return len(self._world) > 1 and any(
-            isinstance(one, ZeroRedundancyOptimizer) for one in self.optimizers
-        )
+        return len(self._world) > 1 and any(map(torch_private.is_zero, self.optimizers))
 
     # --- private state ------------------------------------------------------------------------------------
 
