@@ -131,8 +131,11 @@ class ProtectedState:
 
     def arena_bytes(self) -> int:
         """Shared memory that sealing takes on this rank: twice what it seals, once there is optimizer state."""
-        owned = self.captured.rank_layout().owned_bytes
-        return 2 * (owned + (self.captured.sealing_estimate() or 0))
+        layout = self.captured.rank_layout()
+        to_come = self.captured.sealing_estimate() or 0
+        if layout.total_bytes and not self._has_sharded_optimizer():
+            to_come = to_come * layout.owned_bytes // layout.total_bytes  # it is split as its parameters are
+        return 2 * (layout.owned_bytes + to_come)
 
     def _has_sharded_optimizer(self) -> bool:
         return len(self._world) > 1 and any(map(torch_private.is_zero, self.optimizers))
