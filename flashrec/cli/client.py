@@ -118,7 +118,7 @@ def private_daemon() -> Iterator[Client]:
     with tempfile.TemporaryDirectory(prefix="flashrec-", dir=parent, ignore_cleanup_errors=True) as folder:
         run_dir = Path(folder)
         log = run_dir / "daemon.log"
-        _become_subreaper()
+        become_subreaper()
         with open(log, "wb") as output:
             daemon = subprocess.Popen(
                 [sys.executable, "-m", "flashrecd", "--dir", str(run_dir), "--owner-pid", str(os.getpid())],
@@ -150,18 +150,18 @@ def private_daemon() -> Iterator[Client]:
                 daemon.kill()
                 daemon.wait()
             if daemon.returncode != 0:  # it was killed, and could not clear up
-                _end_orphans()
+                end_orphans()
                 remove_stale()
 
 
-def _become_subreaper() -> None:
+def become_subreaper() -> None:
     """If the daemon dies, its ranks become children of this process, which then ends them."""
     import ctypes
 
     ctypes.CDLL(None, use_errno=True).prctl(36, 1)
 
 
-def _end_orphans() -> None:
+def end_orphans() -> None:
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     for _ in range(100):
         pids = [int(pid) for pid in children.read_text().split()] if children.exists() else []

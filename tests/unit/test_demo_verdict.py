@@ -189,7 +189,7 @@ RECOVERY: dict[str, Any] = {
 
 
 def test_each_fault_gets_its_own_times() -> None:
-    first, second, third = join(FAULTS, STRIKES, [RECOVERY], {0: "built", 1: "none"})
+    first, second, third = join(FAULTS, STRIKES, [RECOVERY], {(0, 1): "built", (1, 2): "none"})
     assert first.timeline == {
         "detected": 1,
         "parked": 30,
@@ -206,7 +206,7 @@ def test_each_fault_gets_its_own_times() -> None:
 
 
 def test_json_says_what_happened() -> None:
-    first, second, third = (one.to_json({5}) for one in join(FAULTS, STRIKES, [RECOVERY], {}))
+    first, second, third = (one.to_json({5}, set()) for one in join(FAULTS, STRIKES, [RECOVERY], {}))
     assert (first["kind"], first["rank"], first["step"], first["phase"]) == ("SIGKILL", 1, 4, "tail")
     assert (first["fired"], first["recovered_ms"], first["redone_steps"]) == (True, 100, 1)
     assert second["planned_phase"] == "recovery"
@@ -290,7 +290,7 @@ def shown(what: Any, width: int = 110) -> str:
 
 
 def reports() -> list[FaultReport]:
-    return join(FAULTS, STRIKES, [RECOVERY], {0: "built"})
+    return join(FAULTS, STRIKES, [RECOVERY], {(0, 1): "built"})
 
 
 def test_table_at_the_end() -> None:

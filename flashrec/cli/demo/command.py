@@ -13,11 +13,12 @@ from types import FrameType
 import click
 from rich.console import Console
 
-from flashrec.cli.client import private_daemon
-from flashrec.cli.demo import report
+from flashrec.cli.client import Client, private_daemon
+from flashrec.cli.demo import brief, report
+from flashrec.cli.demo.daemon import DaemonFault, separate_daemon
 from flashrec.cli.demo.reference_run import run_reference
-from flashrec.cli.demo.schedule import Fault, make_schedule
-from flashrec.cli.demo.settings import EPOCH_STEPS, Settings
+from flashrec.cli.demo.schedule import Schedule, schedule_for
+from flashrec.cli.demo.settings import FAULTS, PARALLEL, Settings, choose
 from flashrec.cli.demo.timing import cost, read_logs, redone_steps, undisturbed
 from flashrec.cli.demo.training import Record, Training
 from flashrec.cli.demo.verdict import Verdict, compare_runs, unproven
@@ -26,26 +27,72 @@ from flashrec.cli.demo.view import LiveView, PlainView, View
 NARROWEST = 110  # columns; a fault's row takes as many
 
 
-@click.command()
-@click.option("--steps", type=click.IntRange(min=1), default=80, show_default=True, help="Optimizer steps.")
-@click.option("--ranks", type=click.IntRange(min=1), default=4, show_default=True, help="Training processes.")
-@click.option("--faults", type=click.IntRange(min=0), default=10, show_default=True, help="Ranks to kill.")
+JSON_HELP = """
+\b
+--json prints one object:
+  passed, complaints         the verdict, and what it lacks (--parallel, --fault)
+  weights_identical, optimizer_identical, losses_identical, first_difference
+  parallel, fault, regime, why_sealed, ranks, steps, seed, standby
+  most_committed_steps_again of committed steps, how many a fault made the ranks
+                             do again at most (--parallel, --fault)
+  faults                     of each: ranks, step, phase (of the rank that was
+                             watched), phases (by rank), pids, fired,
+                             deaths_seen (by the daemon), resumed_step,
+                             recovered_ms, timeline (ms from the signal),
+                             committed_steps_again, redone_steps (1: the step
+                             that was under way was begun again), standbys
+  daemon                     step, pid, new_pid, steps_without_daemon, adopted_ms
+  step_ms, reference_step_ms, overhead_percent, overhead_quartiles,
+  overhead_steps             what an undisturbed step takes
+  unplanned, failure, seconds
+"""
+
+
+@click.command(epilog=JSON_HELP)
+@click.option(
+    "--steps", type=click.IntRange(min=1), help="Optimizer steps.  [default: 80; 40 with --parallel]"
+)
+@click.option("--ranks", type=click.IntRange(min=1), help="Training processes.  [default: 4]")
+@click.option("--faults", type=click.IntRange(min=0), help="How many.  [default: 10; 2 to 6 with --parallel]")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the training and of the faults.")
 @click.option(
     "--standby",
     type=click.Choice(["built", "forked", "none"]),
-    default="built",
-    show_default=True,
-    help="The warm process that takes a lost rank: with the model built, with torch imported, or none.",
+    help="The warm process that takes a lost rank: with the model built, with torch imported, or none.  "
+    "[default: built, where it is possible]",
+)
+@click.option(
+    "--parallel",
+    type=click.Choice(list(PARALLEL)),
+    help="Show that on a small model: how the ranks share the work.",
+)
+@click.option(
+    "--fault",
+    type=click.Choice(list(FAULTS)),
+    help="What is killed: single ranks in every phase of a step, two at once, all at once, or the daemon and "
+    "then ranks.  [default: rank]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object; progress goes to stderr.")
-def demo(steps: int, ranks: int, faults: int, seed: int, standby: str, as_json: bool) -> None:
+def demo(
+    steps: int | None, ranks: int | None, faults: int | None, seed: int, standby: str | None,
+    parallel: str | None, fault: str | None, as_json: bool,
+) -> None:  # fmt: skip
     """Train a small GPT while its ranks are killed; compare with an undisturbed run, bit for bit.
 
-    Exits with 1 if a bit differs or a planned fault did not fire.
+    Without --parallel and --fault: data parallelism, with kills in every phase of a step and in recoveries.
+
+    Exits with 1 if a bit differs, a planned fault did not fire, or more than one committed step was done again.
     """
-    settings = Settings(steps=steps, ranks=ranks, num_faults=faults, seed=seed, standby=standby)
-    schedule = make_schedule(steps=steps, ranks=ranks, num_faults=faults, seed=seed)
+    settings = choose(
+        steps=steps,
+        ranks=ranks,
+        num_faults=faults,
+        seed=seed,
+        standby=standby,
+        parallel=parallel,
+        fault=fault,
+    )
+    schedule = schedule_for(settings)
     console = Console(stderr=as_json, highlight=False)
     if not console.is_terminal:
         width = max(NARROWEST, console.width)
@@ -54,26 +101,44 @@ def demo(steps: int, ranks: int, faults: int, seed: int, standby: str, as_json: 
         sys.exit(_run(settings, schedule, Path(folder), console, as_json))
 
 
-def _run(settings: Settings, schedule: list[Fault], folder: Path, console: Console, as_json: bool) -> int:
+def _run(settings: Settings, schedule: Schedule, folder: Path, console: Console, as_json: bool) -> int:
     began = time.monotonic()
     ours, reference = folder / "flashrec", folder / "reference"
     view: View = (LiveView if console.is_terminal else PlainView)(console, settings)
-    with private_daemon() as client, view:
-        record = Training(client, settings, schedule, ours).run(view)
+    with _daemon(schedule) as (client, daemon), view:
+        record = Training(client, settings, schedule.faults, ours, daemon).run(view)
         if record.failure is None:
             view.reference(0)
             run_reference(settings, reference, view.reference)
     verdict = _judge(settings, record, ours, reference)
     lines = read_logs(ours, settings.ranks)
+    epoch_steps = settings.sizes.epoch_steps
     figures = cost(
-        undisturbed(lines, record.disturbed, EPOCH_STEPS),
-        undisturbed(read_logs(reference, settings.ranks), (), EPOCH_STEPS),
+        undisturbed(lines, record.disturbed, epoch_steps),
+        undisturbed(read_logs(reference, settings.ranks), (), epoch_steps),
     )
     reports = record.reports()
+    again = brief.steps_again(lines, reports)
+    found = brief.Findings(
+        settings=settings,
+        reports=reports,
+        again=again,
+        daemon=record.daemon,
+        regime=record.regime,
+        why_sealed=record.why_sealed,
+        verdict=verdict,
+        failure=record.failure,
+    )
     console.print()
-    if reports:
-        console.print(report.fault_table(reports, console.width))
-    console.print(report.summary(settings, reports, verdict, figures, record.failure))
+    if settings.brief:
+        console.print(brief.heading(settings), brief.regime(found.regime, found.why_sealed), "", sep="\n")
+        if reports:
+            console.print(brief.strike_table(reports, console.width, again=again))
+        console.print(brief.summary(found))
+    else:
+        if reports:
+            console.print(report.fault_table(reports, console.width))
+        console.print(report.summary(settings, reports, verdict, figures, record.failure))
     unplanned = record.unplanned()
     if unplanned:
         console.print("", "Deaths that were not planned:", *unplanned, sep="\n", markup=False)
@@ -82,17 +147,44 @@ def _run(settings: Settings, schedule: list[Fault], folder: Path, console: Conso
     seconds = time.monotonic() - began
     console.print(f"\nThe whole demo took {seconds:.0f} s.")
     if as_json:
-        found = report.to_json(
-            settings, reports, unplanned, redone_steps(lines), verdict, figures, seconds, record.failure
+        facts = report.to_json(
+            settings,
+            reports,
+            unplanned,
+            redone_steps(lines),
+            again,
+            verdict,
+            figures,
+            seconds,
+            record.failure,
         )
-        click.echo(json.dumps(found))
+        click.echo(json.dumps({**facts, **found.to_json()}))
+    if settings.brief:
+        return int(not found.passed)
     return int(not verdict.identical or any(one.strike is None for one in reports))
+
+
+@contextlib.contextmanager
+def _daemon(schedule: Schedule) -> Iterator[tuple[Client, DaemonFault | None]]:
+    """A daemon for this demo, and the fault that strikes it, if one does."""
+    if schedule.daemon_step is None:
+        with private_daemon() as client:
+            yield client, None
+    else:
+        with separate_daemon() as daemon, Client(daemon.run_dir) as client:
+            yield client, DaemonFault(daemon, schedule.daemon_step)
 
 
 def _judge(settings: Settings, record: Record, ours: Path, reference: Path) -> Verdict:
     if record.failure is not None:
         return unproven(f"the job failed: {record.failure}")
-    return compare_runs(ours, reference, ranks=settings.ranks, steps=settings.steps)
+    return compare_runs(
+        ours,
+        reference,
+        ranks=settings.ranks,
+        steps=settings.steps,
+        with_loss=settings.ranks_with_loss,
+    )
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ NOTICED_WITHIN_NS = 10_000_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class FaultReport:
-    """A planned kill; `strike` is None if it never came to pass.
+    """A planned kill of one rank or of several; `strikes` has one for each rank that was killed.
 
     `timeline`: milliseconds from the signal to the end of each part of the recovery, on the slowest rank that took
     part in it; 0 for what was done before the signal (a built standby has rehearsed long ago). Two faults of one
@@ -21,13 +21,30 @@ class FaultReport:
     """
 
     fault: Fault
-    strike: Strike | None
+    strikes: tuple[Strike, ...]
     timeline: Mapping[str, float]
     version: int | None
     """The step at which the job went on."""
     complete: bool
-    standby: str | None = None
-    """How far the process was that took the rank."""
+    num_seen: int = 0
+    """Of the deaths, those that are in the daemon's record."""
+    standbys: tuple[str, ...] = ()
+    """How far the processes were that took the ranks."""
+
+    @property
+    def strike(self) -> Strike | None:
+        """That of the rank which was watched."""
+        return self.strikes[0] if self.strikes else None
+
+    @property
+    def fired(self) -> bool:
+        """Every rank of it was killed."""
+        return len(self.strikes) == len(self.fault.ranks)
+
+    @property
+    def seen(self) -> bool:
+        """Every rank of it was killed, and the daemon has each death in its record."""
+        return self.fired and self.num_seen == len(self.strikes)
 
     @property
     def place(self) -> str | None:
@@ -41,26 +58,43 @@ class FaultReport:
         return self.strike.step if self.strike.step >= 0 else self.version
 
     @property
+    def standby(self) -> str | None:
+        return self.standbys[0] if self.standbys else None
+
+    @property
     def recovered_ms(self) -> float | None:
         """From the signal to the commit of the next step on all ranks."""
         return self.timeline.get("redone") if self.complete else None
 
-    def to_json(self, redone: set[int]) -> dict[str, Any]:
-        """`redone`: steps that some rank began again, see `timing.redone_steps`."""
+    @property
+    def taken_back(self) -> set[int]:
+        """Steps that a killed rank had committed, by its tag, and that the job went back behind."""
+        committed = max((strike.committed for strike in self.strikes), default=-1)
+        return set() if self.version is None else set(range(self.version, committed))
+
+    def to_json(self, redone: set[int], again: set[int]) -> dict[str, Any]:
+        """`redone`: steps that some rank began again; `again`: committed ones done again after this fault."""
         struck = self.strike is not None
         return {
             "kind": "SIGKILL",
             "rank": self.fault.rank,
+            "ranks": list(self.fault.ranks),
             "step": self.step,
             "phase": self.place,
+            "phases": {str(strike.rank): strike.place for strike in self.strikes},
             "planned_phase": self.fault.place or "random",
-            "fired": struck,
+            "fired": self.fired,
+            "pids": [strike.pid for strike in self.strikes],
+            "deaths_seen": self.num_seen,
             "standby": self.standby,
+            "standbys": list(self.standbys),
+            "resumed_step": self.version,
             "detected_ms": self.timeline.get("detected"),
             "parked_ms": self.timeline.get("parked"),
             "recovered_ms": self.recovered_ms,
             "timeline": dict(self.timeline),
             "redone_steps": int(self.version in redone) if struck else 0,
+            "committed_steps_again": len(again),
         }
 
 
@@ -68,13 +102,13 @@ def join(
     faults: Sequence[Fault],
     strikes: Iterable[Strike],
     recoveries: Sequence[Mapping[str, Any]],
-    standbys: Mapping[int, str],
+    standbys: Mapping[tuple[int, int], str],
 ) -> list[FaultReport]:
-    """`recoveries`: as in the daemon's status; `standbys`: by the fault's index, who took the rank."""
-    by_index = {strike.index: strike for strike in strikes}
-    return [
-        _report(fault, by_index.get(fault.index), recoveries, standbys.get(fault.index)) for fault in faults
-    ]
+    """`recoveries`: as in the daemon's status; `standbys`: by the fault's index and the rank, who took the rank."""
+    by_index: dict[int, list[Strike]] = {}
+    for strike in strikes:
+        by_index.setdefault(strike.index, []).append(strike)
+    return [_report(fault, by_index.get(fault.index, ()), recoveries, standbys) for fault in faults]
 
 
 def unplanned(strikes: Sequence[Strike], recoveries: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -94,25 +128,39 @@ def _in_words(death: Mapping[str, Any], version: int | None) -> str:
 
 
 def _report(
-    fault: Fault, strike: Strike | None, recoveries: Sequence[Mapping[str, Any]], standby: str | None
+    fault: Fault,
+    strikes: Sequence[Strike],
+    recoveries: Sequence[Mapping[str, Any]],
+    standbys: Mapping[tuple[int, int], str],
 ) -> FaultReport:
-    found = _noticed(strike, recoveries) if strike is not None else None
-    if strike is None or found is None:
+    taken = tuple(
+        standbys[fault.index, strike.rank] for strike in strikes if (fault.index, strike.rank) in standbys
+    )
+    noticed = [found for strike in strikes if (found := _noticed(strike, recoveries)) is not None]
+    if not strikes or len(noticed) < len(strikes):
         return FaultReport(
-            fault=fault, strike=strike, timeline={}, version=None, complete=False, standby=standby
+            fault=fault,
+            strikes=tuple(strikes),
+            timeline={},
+            version=None,
+            complete=False,
+            num_seen=len(noticed),
+            standbys=taken,
         )
-    recovery, noticed_ns = found
+    recovery, noticed_ns = max(noticed, key=lambda found: found[1])
     instants = {**recovery["marks"], "detected": noticed_ns}
+    signal_ns = strikes[0].signal_ns
     timeline = {
-        mark: round(max(0, instants[mark] - strike.signal_ns) / 1e6, 3) for mark in MARKS if mark in instants
+        mark: round(max(0, instants[mark] - signal_ns) / 1e6, 3) for mark in MARKS if mark in instants
     }
     return FaultReport(
         fault=fault,
-        strike=strike,
+        strikes=tuple(strikes),
         timeline=timeline,
         version=recovery["version"],
         complete=recovery["complete"],
-        standby=standby,
+        num_seen=len(noticed),
+        standbys=taken,
     )
 
 

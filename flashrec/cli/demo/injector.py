@@ -51,6 +51,17 @@ class Strike:
     died_ns: int
     place: str
     step: int
+    committed: int = -1
+    """Steps that the rank had committed; -1: it held no state yet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Victim:
+    """A process to be killed, and the rank that it holds."""
+
+    rank: int
+    pid: int
+    fd: int
 
 
 class Distance(Enum):
@@ -84,57 +95,68 @@ class Injector:
         self._struck = -1  # the last step in which one struck
         self._step_ns: deque[int] = deque([GUESSED_STEP_NS], maxlen=5)
 
-    def strike_all(self, faults: list[Fault]) -> Iterator[Strike]:
+    def strike_all(self, faults: list[Fault]) -> Iterator[list[Strike]]:
         for fault in faults:
-            self._last = self._strike(fault)
-            yield self._last
+            strikes = self._strike(fault)
+            self._last = strikes[0]
+            yield strikes
 
-    def _strike(self, fault: Fault) -> Strike:
+    def _strike(self, fault: Fault) -> list[Strike]:
         """Wait for the moment, and kill. A process that ended by itself meanwhile is not counted as struck."""
         not_pid = self._last.pid if fault.follows and self._last is not None else None
         while True:
-            pid, fd = self._open(fault, not_pid)
-            try:
+            with contextlib.ExitStack() as opened:
+                victims = self._open(fault, not_pid, opened)
                 if fault.follows:
-                    self._await_recovery(fault, fd)
+                    self._await_recovery(fault, victims[0].fd)
                 elif fault.place is None:
                     self._await_time(fault)
                 else:
                     self._await_standby(fault)
                     self._await_place(fault, fault.place)
-                before, signal_ns = self._tag(fault.rank), time.monotonic_ns()
-                signal.pidfd_send_signal(fd, signal.SIGKILL)
-                if not _ended(fd, DEATH_S):
-                    raise EnvironmentFault(f"process {pid} outlived a SIGKILL by {DEATH_S:.0f} s")
-                died_ns = time.monotonic_ns()
-                tag = self._tag(fault.rank)
-                if tag.phase in FRESH and before.phase not in FRESH:
-                    tag = before  # a standby was so quick to take the rank that this is its tag already
-                self._generation, self._struck = tag.generation, max(self._struck, tag.step)
-                return Strike(
-                    index=fault.index,
-                    rank=fault.rank,
-                    pid=pid,
-                    signal_ns=signal_ns,
-                    died_ns=died_ns,
-                    place=tag.place,
-                    step=tag.step,
-                )
-            except ProcessLookupError:
-                continue
-            finally:
-                os.close(fd)
+                before = {victim.rank: self._tag(victim.rank) for victim in victims}
+                signal_ns = time.monotonic_ns()
+                struck = [victim for victim in victims if _killed(victim)]
+                if struck:
+                    return [
+                        self._struck_at(fault, victim, signal_ns, before[victim.rank]) for victim in struck
+                    ]
 
-    def _open(self, fault: Fault, not_pid: int | None) -> tuple[int, int]:
-        """Pid and pidfd of the process that holds the fault's rank when the fault is near."""
+    def _struck_at(self, fault: Fault, victim: Victim, signal_ns: int, before: Tag) -> Strike:
+        if not _ended(victim.fd, DEATH_S):
+            raise EnvironmentFault(f"process {victim.pid} outlived a SIGKILL by {DEATH_S:.0f} s")
+        died_ns = time.monotonic_ns()
+        tag = self._tag(victim.rank)
+        if tag.phase in FRESH and before.phase not in FRESH:
+            tag = before  # a standby was so quick to take the rank that this is its tag already
+        self._generation, self._struck = tag.generation, max(self._struck, tag.step)
+        return Strike(
+            index=fault.index,
+            rank=victim.rank,
+            pid=victim.pid,
+            signal_ns=signal_ns,
+            died_ns=died_ns,
+            place=tag.place,
+            step=tag.step,
+            committed=tag.committed,
+        )
+
+    def _open(self, fault: Fault, not_pid: int | None, opened: contextlib.ExitStack) -> list[Victim]:
+        """The processes that hold the fault's ranks when the fault is near."""
         while not fault.follows and self._tag(fault.rank).step < self._not_before(fault) - 1:
             self._pause(FAR_S)
         while True:
             job = ask_status(self._client)["job"]
-            pid = job["ranks"][fault.rank]["pid"] if job is not None else None
-            if pid is not None and pid != not_pid:
-                with contextlib.suppress(ProcessLookupError):
-                    return pid, os.pidfd_open(pid)
+            ranks = [job["ranks"][rank] for rank in fault.ranks] if job is not None else []
+            pids: list[int] = [rank["pid"] for rank in ranks if rank["pid"] is not None]
+            if len(pids) == len(fault.ranks) and pids[0] != not_pid:
+                with contextlib.suppress(ProcessLookupError), contextlib.ExitStack() as so_far:
+                    victims = []
+                    for rank, pid in zip(fault.ranks, pids, strict=True):
+                        victims.append(Victim(rank=rank, pid=pid, fd=os.pidfd_open(pid)))
+                        so_far.callback(os.close, victims[-1].fd)
+                    opened.enter_context(so_far.pop_all())
+                    return victims
             self._pause(NEAR_S)
 
     def _not_before(self, fault: Fault) -> int:
@@ -190,6 +212,14 @@ class Injector:
         if os.getppid() != self._owner:
             raise SystemExit("the demo is gone")
         time.sleep(seconds)
+
+
+def _killed(victim: Victim) -> bool:
+    try:
+        signal.pidfd_send_signal(victim.fd, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _ended(pidfd: int, timeout_s: float) -> bool:
@@ -253,6 +283,7 @@ def main() -> None:
     )  # sleep for what was asked, not 50 us more
     with Client(Path(order["run_dir"])) as client:
         injector = Injector(client, Path(order["shm_dir"]), order["world_size"], order["standby"])
-        for strike in injector.strike_all([Fault(**fault) for fault in order["faults"]]):
-            sys.stdout.write(json.dumps(asdict(strike)) + "\n")
+        faults = [Fault(**{**fault, "others": tuple(fault["others"])}) for fault in order["faults"]]
+        for strikes in injector.strike_all(faults):
+            sys.stdout.write("".join(json.dumps(asdict(strike)) + "\n" for strike in strikes))
             sys.stdout.flush()

@@ -1,7 +1,7 @@
 """What the demo found, for a person (rich) and for a program (one JSON object)."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -33,6 +33,7 @@ def to_json(
     reports: Sequence[FaultReport],
     unplanned: Sequence[str],
     redone: set[int],
+    again: Mapping[int, set[int]],
     verdict: Verdict,
     cost: Cost,
     seconds: float,
@@ -53,7 +54,7 @@ def to_json(
         "optimizer_identical": verdict.optimizer_identical,
         "losses_identical": verdict.losses_identical,
         "first_difference": verdict.first_difference,
-        "faults": [report.to_json(redone) for report in reports],
+        "faults": [report.to_json(redone, again.get(report.fault.index, set())) for report in reports],
         "unplanned": list(unplanned),
         "seconds": round(seconds, 1),
         "failure": failure,
@@ -144,7 +145,7 @@ def summary(
     if failure is not None:
         lines.append(Text(f"The job failed, so there is nothing to compare: {failure}", style="bold red"))
     else:
-        lines += [Text(""), _verdict_table(settings, verdict)]
+        lines += [Text(""), verdict_table(settings, verdict)]
     return Group(*lines)
 
 
@@ -155,7 +156,7 @@ def _spread(cost: Cost) -> str:
     return f" (quartiles {low:+.1f} and {high:+.1f} %)"
 
 
-def _verdict_table(settings: Settings, verdict: Verdict) -> RenderableType:
+def verdict_table(settings: Settings, verdict: Verdict) -> RenderableType:
     table = Table(box=None, pad_edge=False, show_header=False)
     rows = (
         ("weights", verdict.weights_identical),

@@ -4,6 +4,7 @@ import random
 from dataclasses import dataclass
 from typing import TypeVar
 
+from flashrec.cli.demo.settings import Settings
 from flashrec.errors import UsageError
 
 PLACES = ("forward", "backward", "gate", "apply", "tail", "between")
@@ -20,6 +21,7 @@ QUIET_PART = 5  # of the steps: the last ones, undisturbed, to be measured
 QUIET_STEPS = 4  # and at least so many
 FOLLOWS_FROM = 8  # faults; with this many, one of them strikes in the recovery from another
 BOTH_FOLLOW_FROM = 9
+DAEMON_STEP = 20  # the ranks are warm, and most of the steps are still to come
 MAX_WAIT_STEPS = 1.5
 MAX_WAIT_MS = 30.0
 
@@ -36,7 +38,7 @@ class Fault:
     recovery; where it has the rank of the one before, it strikes the replacement.
 
     A fault with a place waits until `patience`, a step, for a standby to stand ready, as it would where failures
-    are hours apart; one at a random time does not.
+    are hours apart; one at a random time does not. `others` are killed in the same moment, wherever they are.
     """
 
     index: int
@@ -45,10 +47,68 @@ class Fault:
     place: str | None
     wait: float = 0.0
     patience: int = 0
+    others: tuple[int, ...] = ()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All that are killed, the one that is watched first."""
+        return (self.rank, *self.others)
 
     @property
     def follows(self) -> bool:
         return self.place == "recovery"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """What is struck in one run."""
+
+    faults: list[Fault]
+    daemon_step: int | None = None
+    """The daemon is killed before all others, when every rank has committed so many steps; None: it is not."""
+
+
+def schedule_for(settings: Settings) -> Schedule:
+    """What `settings.fault` asks for. UsageError when so many faults do not fit into so many steps."""
+    steps, ranks, number, seed = settings.steps, settings.ranks, settings.num_faults, settings.seed
+    if settings.fault == "rank":
+        return Schedule(faults=make_schedule(steps=steps, ranks=ranks, num_faults=number, seed=seed))
+    if settings.fault == "daemon":
+        faults = make_groups(1, first=DAEMON_STEP, steps=steps, ranks=ranks, num_faults=number, seed=seed)
+        return Schedule(faults=faults, daemon_step=DAEMON_STEP)
+    size = 2 if settings.fault == "two-ranks" else ranks
+    return Schedule(
+        faults=make_groups(size, first=FIRST_STEP, steps=steps, ranks=ranks, num_faults=number, seed=seed)
+    )
+
+
+def make_groups(size: int, *, first: int, steps: int, ranks: int, num_faults: int, seed: int) -> list[Fault]:
+    """Faults that kill `size` ranks at once, spread evenly over the steps from `first` on.
+
+    All places come up before one comes up twice: where the rank is that is watched, and the others about there.
+    UsageError when so many faults do not fit.
+    """
+    rng = random.Random(seed)
+    end = steps - QUIET_STEPS
+    if num_faults and end - first < SLOT_STEPS * num_faults:
+        needed = first + SLOT_STEPS * num_faults + QUIET_STEPS
+        raise UsageError(f"{num_faults} faults do not fit into {steps} steps; take --steps {needed} or more")
+    faults = []
+    for index, place in enumerate(_dealt(PLACES, num_faults, rng)):
+        begin, after = (first + (end - first) * n // num_faults for n in (index, index + 1))
+        step = begin + rng.randrange(min(SPREAD_STEPS, after - begin - SLOT_STEPS + 1))
+        rank, *others = rng.sample(range(ranks), size)
+        faults.append(
+            Fault(
+                index=index,
+                rank=rank,
+                step=step,
+                place=place,
+                patience=after - SLOT_STEPS,
+                others=tuple(sorted(others)),
+            )
+        )
+    return faults
 
 
 def make_schedule(*, steps: int, ranks: int, num_faults: int, seed: int) -> list[Fault]:

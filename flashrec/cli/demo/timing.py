@@ -57,6 +57,21 @@ def redone_steps(lines: Iterable[StepLine]) -> set[int]:
     return {line.step for line in lines if line.attempt > 0}
 
 
+def committed_again(lines: Iterable[StepLine], signals_ns: Mapping[int, int]) -> dict[int, set[int]]:
+    """By fault: steps that a rank committed before it and again after. `signals_ns`: when each fault struck.
+
+    A rank's log is that of all its processes, so what was done twice is in it twice."""
+    again: dict[int, set[int]] = {index: set() for index in signals_ns}
+    done: set[tuple[int, int]] = set()
+    for line in sorted(lines, key=lambda line: line.ended_ns):
+        if (line.rank, line.step) in done:
+            before = [index for index, signal_ns in signals_ns.items() if signal_ns < line.ended_ns]
+            cause = max(before, key=signals_ns.__getitem__, default=-1)
+            again.setdefault(cause, set()).add(line.step)
+        done.add((line.rank, line.step))
+    return again
+
+
 def undisturbed(
     lines: Iterable[StepLine], spans: Sequence[tuple[int, int]], epoch_steps: int
 ) -> dict[int, float]:

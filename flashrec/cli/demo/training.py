@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from flashrec.cli.client import Client, ask_status
+from flashrec.cli.demo.daemon import DaemonFault, DaemonStrike
 from flashrec.cli.demo.faults import FaultReport, join, unplanned
 from flashrec.cli.demo.injector import InjectorProcess, Strike
 from flashrec.cli.demo.schedule import Fault
@@ -29,7 +30,7 @@ _TAKEN_BY = re.compile(r"\ba (\w+) standby, takes the rank$")
 class Watcher(Protocol):
     """Sees the run as it goes."""
 
-    def training(self, tags: Sequence[Tag | None], faults: Sequence[FaultReport]) -> None: ...
+    def training(self, tags: Sequence[Tag | None], record: "Record") -> None: ...
 
 
 @dataclass
@@ -39,8 +40,11 @@ class Record:
     faults: list[Fault]
     strikes: list[Strike] = field(default_factory=list)
     recoveries: list[dict[str, Any]] = field(default_factory=list)
-    standbys: dict[int, str] = field(default_factory=dict)
-    """By the fault's index: how far the process was that took the rank; "none" if it had to be started."""
+    standbys: dict[tuple[int, int], str] = field(default_factory=dict)
+    """By the fault's index and the rank: how far the process was that took it; "none" if it had to be started."""
+    daemon: DaemonStrike | None = None
+    regime: str = "unknown"
+    why_sealed: str = ""
     disturbed: list[tuple[int, int]] = field(default_factory=list)
     """From each kill (and from the start) until a standby stood ready again."""
     seconds: float = 0.0
@@ -57,10 +61,20 @@ class Record:
 class Training:
     """Runs train.py to its end. `run()` raises RecoveryFailed when nothing moves any more."""
 
-    def __init__(self, client: Client, settings: Settings, faults: list[Fault], out: Path) -> None:
+    def __init__(
+        self,
+        client: Client,
+        settings: Settings,
+        faults: list[Fault],
+        out: Path,
+        daemon: DaemonFault | None = None,
+    ) -> None:
+        """`daemon`: strikes before all `faults`, if at all."""
         self._client = client
         self._settings = settings
         self._out = out
+        self._daemon = daemon
+        self._injector: InjectorProcess | None = None
         self.record = Record(faults)
         self._taken_by: dict[int, list[str]] = {}  # rank -> who took it, in order
         self._disturbed_since: int | None = time.monotonic_ns()
@@ -69,21 +83,14 @@ class Training:
         began = time.monotonic()
         submission = Submission(self._client, self._job(), lambda rank, stream: False)
         readers = [TagReader(tag_path(submission.shm_dir, rank)) for rank in range(self._settings.ranks)]
-        injector = InjectorProcess(
-            self._client.run_dir,
-            submission.shm_dir,
-            self._settings.ranks,
-            self._settings.standby,
-            self.record.faults,
-        )
         moved_at, last_commits = began, -1
         try:
             with Client(self._client.run_dir) as observer:
                 while submission.ended is None:
-                    self._take(submission.poll(POLL_S), observer)
-                    self._note(injector.poll())
                     tags = [reader.read() for reader in readers]
-                    watcher.training(tags, self.record.reports())
+                    self._strike(submission.shm_dir, tags)
+                    self._take(submission.poll(POLL_S), observer)
+                    watcher.training(tags, self.record)
                     commits = sum(tag.committed for tag in tags if tag is not None)
                     if commits != last_commits:
                         moved_at, last_commits = time.monotonic(), commits
@@ -91,11 +98,12 @@ class Training:
                         raise RecoveryFailed(
                             f"no step was committed for {STALLED_S:.0f} s: {_where(tags)}; the job is ended"
                         )
-                self._note(injector.poll())
-                self.record.recoveries = ask_status(observer)["last_job"]["recoveries"]
-                watcher.training(tags, self.record.reports())
+                self._note()
+                self._remember(ask_status(observer)["last_job"])
+                watcher.training([reader.read() for reader in readers], self.record)
         finally:
-            injector.close()
+            if self._injector is not None:
+                self._injector.close()
             for reader in readers:
                 reader.close()
         if submission.ended.code:
@@ -105,24 +113,34 @@ class Training:
         self.record.seconds = time.monotonic() - began
         return self.record
 
+    def _strike(self, shm_dir: Path, tags: Sequence[Tag | None]) -> None:
+        """The daemon first, if it is to be struck; then the ranks."""
+        if self._injector is None and self._daemon is not None and not self._daemon.over:
+            self._daemon.advance(min(tag.committed if tag is not None else 0 for tag in tags))
+            self.record.daemon = self._daemon.strike
+        elif self._injector is None:
+            self._injector = InjectorProcess(
+                self._client.run_dir,
+                shm_dir,
+                self._settings.ranks,
+                self._settings.standby,
+                self.record.faults,
+            )
+        self._note()
+
     def _job(self) -> msg.Submit:
-        depth = self._settings.standby
-        arguments = (
-            *self._settings.arguments(self._out),
-            "--standby",
-            depth if depth != "none" else "forked",
-        )
         return submit_from_here(
             str(PROGRAMS / "train.py"),
             world_size=self._settings.ranks,
-            args=arguments,
-            num_standbys=int(depth != "none"),
+            args=self._settings.training_arguments(self._out),
+            num_standbys=int(self._settings.standby != "none"),
         )
 
     def _take(self, message: msg.Message | None, observer: Client) -> None:
         match message:
             case msg.Output(rank, "stderr", data):
-                self.record.stderr.append(f"[{rank}]: {data.decode(errors='replace')}")
+                lines = data.decode(errors="replace").splitlines()
+                self.record.stderr.extend(f"[{rank}]: {line}" for line in lines)
             case msg.Happened(line):
                 self._happened(json.loads(line), observer)
             case _:
@@ -138,14 +156,22 @@ class Training:
                 if event["reason"].endswith(f" is {self._settings.standby}"):
                     self._undisturbed()
             case "recovered":
-                job = ask_status(observer)["job"]
-                self.record.recoveries = job["recoveries"] if job is not None else self.record.recoveries
+                self._remember(ask_status(observer)["job"])
                 if self._settings.standby == "none":
                     self._undisturbed()
+            case "regime":
+                self._remember(ask_status(observer)["job"])
             case "running" if self._settings.standby == "none":
                 self._undisturbed()
 
-    def _note(self, strikes: list[Strike]) -> None:
+    def _remember(self, job: dict[str, Any] | None) -> None:
+        """What the daemon's status says about the job that only the daemon knows."""
+        if job is not None:
+            self.record.recoveries = job["recoveries"]
+            self.record.regime, self.record.why_sealed = job["regime"], job["why_sealed"]
+
+    def _note(self) -> None:
+        strikes = self._injector.poll() if self._injector is not None else []
         for strike in strikes:
             self.record.strikes.append(strike)
             if self._disturbed_since is None:
@@ -160,7 +186,7 @@ class Training:
             number = counts.get(strike.rank, 0)
             counts[strike.rank] = number + 1
             if number < len(self._taken_by.get(strike.rank, ())):
-                self.record.standbys[strike.index] = self._taken_by[strike.rank][number]
+                self.record.standbys[strike.index, strike.rank] = self._taken_by[strike.rank][number]
 
     def _undisturbed(self) -> None:
         if self._disturbed_since is not None:

@@ -1,7 +1,7 @@
 """Are two runs the same, bit for bit? Compares what their ranks left behind (`outcome.r<rank>.json`)."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,13 +39,15 @@ def unproven(reason: str) -> Verdict:
     )
 
 
-def compare_runs(ours: Path, reference: Path, *, ranks: int, steps: int) -> Verdict:
+def compare_runs(
+    ours: Path, reference: Path, *, ranks: int, steps: int, with_loss: Collection[int] | None = None
+) -> Verdict:
     """Compare every rank's outcome in two directories. An outcome that is not there counts as different."""
     try:
         pairs = [(_read(ours, rank), _read(reference, rank)) for rank in range(ranks)]
     except (OSError, ValueError) as error:
         return unproven(f"an outcome cannot be read: {error}")
-    return compare(pairs, steps=steps)
+    return compare(pairs, steps=steps, with_loss=with_loss)
 
 
 def _read(folder: Path, rank: int) -> Outcome:
@@ -62,8 +64,12 @@ def _read(folder: Path, rank: int) -> Outcome:
     return outcome
 
 
-def compare(pairs: Sequence[tuple[Outcome, Outcome]], *, steps: int) -> Verdict:
-    """Compare (ours, the reference's) of each rank; a run of `steps` steps has as many losses."""
+def compare(
+    pairs: Sequence[tuple[Outcome, Outcome]], *, steps: int, with_loss: Collection[int] | None = None
+) -> Verdict:
+    """Compare (ours, the reference's) of each rank; a run of `steps` steps has as many losses.
+
+    `with_loss`: the ranks that have it, of a pipeline those with the last stage; None: all."""
     weights: list[str] = []
     optimizer: list[str] = []
     losses: list[str] = []
@@ -75,7 +81,8 @@ def compare(pairs: Sequence[tuple[Outcome, Outcome]], *, steps: int) -> Verdict:
                     f"rank {rank}: not the same training: {key} {ours[key]!r} against {reference[key]!r}"
                 )
         num_losses += len(ours["losses"])
-        losses += _loss_differences(rank, ours["losses"], reference["losses"], steps)
+        expected = steps if with_loss is None or rank in with_loss else 0
+        losses += _loss_differences(rank, ours["losses"], reference["losses"], expected)
         num_tensors += len(ours["tensors"])
         weights += _tensor_differences(rank, "model.", ours["tensors"], reference["tensors"])
         optimizer += _tensor_differences(rank, "optimizer.", ours["tensors"], reference["tensors"])

@@ -10,10 +10,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from flashrec.cli.demo import brief
 from flashrec.cli.demo.faults import FaultReport
 from flashrec.cli.demo.report import fault_table
 from flashrec.cli.demo.schedule import PLACES
-from flashrec.cli.demo.settings import MODEL, Settings
+from flashrec.cli.demo.settings import PARALLEL, Settings
+from flashrec.cli.demo.training import Record
 from flashrec.cli.status import PLACE_STYLES
 from flashrec.protocol.tag import Tag
 
@@ -43,13 +45,15 @@ class LiveView:
     ) -> None:
         self._live.stop()
 
-    def training(self, tags: Sequence[Tag | None], faults: Sequence[FaultReport]) -> None:
+    def training(self, tags: Sequence[Tag | None], record: Record) -> None:
         self._curve.see(tags)
         now = time.monotonic()
         if now - self._drawn_at < REFRESH_S:
             return
         self._drawn_at = now
         done = max(0, min((tag.committed if tag is not None else 0) for tag in tags))
+        faults, width, now_ns = record.reports(), self._live.console.width, time.monotonic_ns()
+        table = brief.strike_table if self._settings.brief else fault_table
         parts = [
             self._head("under flashrec, ranks killed from outside", done),
             Text(""),
@@ -57,8 +61,10 @@ class LiveView:
             Text(""),
             self._curve.render(),
             Text(""),
-            fault_table(faults, self._live.console.width, now_ns=time.monotonic_ns()),
+            table(faults, width, now_ns=now_ns),
         ]
+        if record.daemon is not None:
+            parts += [Text(""), *map(Text, brief.daemon_words(record.daemon))]
         self._live.update(Group(*parts), refresh=True)
 
     def reference(self, done: int) -> None:
@@ -67,7 +73,10 @@ class LiveView:
 
     def _head(self, what: str, done: int) -> RenderableType:
         steps = self._settings.steps
-        title = Text.assemble(("flashrec demo", "bold"), f"  {MODEL} on {self._settings.ranks} ranks, {what}")
+        trained = self._settings.parallel if self._settings.brief else self._settings.model
+        title = Text.assemble(
+            ("flashrec demo", "bold"), f"  {trained} on {self._settings.ranks} ranks, {what}"
+        )
         progress = Table.grid(padding=(0, 1))
         progress.add_row(
             Text(f"step {done:>3} of {steps}"),
@@ -85,11 +94,16 @@ class PlainView:
         self._settings = settings
         self._struck: set[int] = set()
         self._recovered: set[int] = set()
+        self._told_of_daemon = 0
         self._step = 0
 
     def __enter__(self) -> "PlainView":
         depth = {"none": "no standby"}.get(self._settings.standby, f"a {self._settings.standby} standby")
-        self._line(f"{MODEL} on {self._settings.ranks} ranks with {depth}, {self._settings.steps} steps")
+        if self._settings.brief:
+            self._line(f"{self._settings.parallel}: {PARALLEL[self._settings.parallel]}")
+        self._line(
+            f"{self._settings.model} on {self._settings.ranks} ranks with {depth}, {self._settings.steps} steps"
+        )
         return self
 
     def __exit__(
@@ -97,13 +111,17 @@ class PlainView:
     ) -> None:
         pass
 
-    def training(self, tags: Sequence[Tag | None], faults: Sequence[FaultReport]) -> None:
-        for report in faults:
-            index, strike = report.fault.index, report.strike
-            if strike is not None and index not in self._struck:
+    def training(self, tags: Sequence[Tag | None], record: Record) -> None:
+        if record.daemon is not None:
+            lines = brief.daemon_words(record.daemon)
+            for line in lines[self._told_of_daemon :]:
+                self._line(line)
+            self._told_of_daemon = len(lines)
+        for report in record.reports():
+            index = report.fault.index
+            if report.fired and index not in self._struck:
                 self._struck.add(index)
-                step = f" of step {strike.step}" if strike.step >= 0 else ""
-                self._line(f"fault {index + 1}: rank {strike.rank} killed in {strike.place}{step}")
+                self._line(f"fault {index + 1}: {brief.killed(report)}")
             if report.recovered_ms is not None and index not in self._recovered:
                 self._recovered.add(index)
                 self._line(f"fault {index + 1}: recovered, {report.recovered_ms:.0f} ms after the signal")
@@ -154,7 +172,7 @@ class Curve:
 
 def rank_grid(tags: Sequence[Tag | None], faults: Sequence[FaultReport]) -> Table:
     """A row for each rank, a column for each place; the mark shows where the rank is."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     table.add_column("rank", justify="right")
     table.add_column("step", justify="right")
     table.add_column("loss", justify="right", min_width=6)
@@ -162,7 +180,7 @@ def rank_grid(tags: Sequence[Tag | None], faults: Sequence[FaultReport]) -> Tabl
         table.add_column(place, justify="center")
     table.add_column("lost", justify="left")
     for rank, tag in enumerate(tags):
-        strikes = [report.strike for report in faults if report.strike and report.strike.rank == rank]
+        strikes = [strike for report in faults for strike in report.strikes if strike.rank == rank]
         marks = Text("✗" * len(strikes), style="red")
         if tag is None:
             table.add_row(str(rank), "", "", Text("starting", style="dim"), *[""] * (len(LANE) - 1), marks)
