@@ -169,7 +169,8 @@ def strike_table(
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     for column in ("fault", "ranks", "killed in", "step", *marks, "recovered", "resumed", "again"):
         left = column in ("ranks", "killed in")
-        table.add_column(column, justify="left" if left else "right", no_wrap=True)
+        # Four ranks may be in four places: where that is too long, it goes on in a second line.
+        table.add_column(column, justify="left" if left else "right", no_wrap=column != "killed in")
     for report in reports:
         number, ranks = str(report.fault.index + 1), " ".join(map(str, sorted(report.fault.ranks)))
         if report.strike is None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flashrec.cli.client import (
+    LONGEST_PARENT,
     Client,
     ask_status,
     become_subreaper,
@@ -135,8 +136,9 @@ class SeparateDaemon:
 @contextlib.contextmanager
 def separate_daemon() -> Iterator[SeparateDaemon]:
     """One that listens; gone at the end, with whatever is left of its jobs."""
-    # As for a private daemon: the path of a socket is short, that of a temporary directory need not be.
-    with tempfile.TemporaryDirectory(prefix="flashrec-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+    # The path of a socket is short, that of a temporary directory need not be.
+    parent = "/tmp" if len(os.fsencode(tempfile.gettempdir())) > LONGEST_PARENT else None
+    with tempfile.TemporaryDirectory(prefix="flashrec-", dir=parent, ignore_cleanup_errors=True) as folder:
         become_subreaper()
         daemon = SeparateDaemon(Path(folder))
         try:
