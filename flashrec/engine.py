@@ -100,7 +100,8 @@ class Engine:
     def assign(self, rank: int, generation: int) -> None:
         """Take a rank, for good."""
         phase = Phase.BUILDING if self.replacement else Phase.STARTING
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0", ROLE_RANK=str(rank))
+        if not self.link.welcome.external:  # what another launcher has said of the node holds
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0", ROLE_RANK=str(rank))
         self._machine = ph.RankMachine(ph.RankState(rank, phase, generation))
         job = self.link.welcome.job
         self._keeper = Keeper(self.shm_dir, job, rank, self.world_size, fresh=not self.replacement)

@@ -16,16 +16,28 @@ from collections.abc import Callable
 import zmq
 
 from flashrec import phases as ph
-from flashrec.errors import DaemonUnavailable, ProtocolError, VersionMismatch
+from flashrec.errors import (
+    DaemonUnavailable,
+    FlashrecError,
+    ProtocolError,
+    RecoveryFailed,
+    UsageError,
+    VersionMismatch,
+)
 from flashrec.parts import Parts
 from flashrec.protocol import messages as msg
 from flashrec.protocol.codec import MAX_MESSAGE_BYTES, decode, encode
 
 GREETING_S = 30.0
+REFUSALS: dict[str, type[FlashrecError]] = {
+    "version": VersionMismatch,
+    "UsageError": UsageError,
+    "ended": RecoveryFailed,
+}
 
 
 class _Process:
-    """This process's one link; there is none outside `flashrec run`."""
+    """This process's one link; without `flashrec run` there is none before init()."""
 
     link: "Link | None" = None
 
@@ -49,8 +61,9 @@ Incoming = msg.Message | ph.Latch | DaemonLost
 class Link:
     """`send()` may be called from any thread, `receive()` from the main thread only."""
 
-    def __init__(self, address: str, proc: str, release: str) -> None:
-        self.proc = proc
+    def __init__(self, address: str, greeting: msg.Hello | msg.Join) -> None:
+        """Connects, and says who this process is. UsageError, VersionMismatch or DaemonUnavailable when the daemon
+        does not want it, or does not answer."""
         self.daemon_lost = False
         self.on_abort: Callable[[int, str], None] | None = None
         self.on_value: Callable[[msg.Value], None] | None = None
@@ -65,21 +78,25 @@ class Link:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._socket.connect(address)
         self._closing = False
-        self.welcome = self._greet(release)
+        try:
+            self.welcome = self._greet(greeting)
+        except BaseException:
+            os.close(self._wake)
+            self._socket.close(linger=0)
+            self._context.term()
+            raise
+        self.proc = self.welcome.proc
         self._thread = threading.Thread(target=self._run, name="flashrec-link", daemon=True)
         self._thread.start()
 
-    def _greet(self, release: str) -> msg.Welcome:
-        self._socket.send(encode(msg.Hello(self.proc, os.getpid(), release)))
+    def _greet(self, greeting: msg.Hello | msg.Join) -> msg.Welcome:
+        self._socket.send(encode(greeting))
         if not self._socket.poll(int(GREETING_S * 1000)):
-            raise DaemonUnavailable(f"no daemon answered {self.proc} within {GREETING_S:.0f} s")
+            who = greeting.proc if isinstance(greeting, msg.Hello) else f"rank {greeting.rank}"
+            raise DaemonUnavailable(f"no daemon answered {who} within {GREETING_S:.0f} s")
         answer = decode(self._socket.recv(), msg.TO_PROCESS)
         if isinstance(answer, msg.Refused):
-            raise (
-                VersionMismatch(answer.reason)
-                if answer.kind == "version"
-                else DaemonUnavailable(answer.reason)
-            )
+            raise REFUSALS.get(answer.kind, DaemonUnavailable)(answer.reason)
         if not isinstance(answer, msg.Welcome):
             raise ProtocolError(f"expected a Welcome, not {type(answer).__name__}")
         return answer

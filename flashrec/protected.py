@@ -31,7 +31,8 @@ PULL_DEADLINE_S = 600.0
 class ProtectedState:
     """The state of one rank as flashrec sees it; nothing here runs a collective.
 
-    `rank` None: a built standby that holds none yet. `survive`: one of SURVIVE."""
+    `rank` None: a built standby that holds none yet. `survive`: one of SURVIVE. `external`: not `flashrec run`, but
+    another launcher starts the ranks."""
 
     def __init__(
         self,
@@ -44,11 +45,13 @@ class ProtectedState:
         world_size: int,
         replicated_over: Any = None,
         survive: str = "ranks",
+        external: bool = False,
     ) -> None:
         self.models = list(models)
         self.optimizers = list(optimizers)
         self._world = tuple(range(world_size))
         self._survive = survive
+        self._external = external
         # A script may zero its gradients in place, or at the start of a step, or let them add up.
         self.captured = capture(
             self.models,
@@ -112,6 +115,8 @@ class ProtectedState:
 
     def why_sealed(self) -> str:
         """What the live regime would not protect, in words; "" if it protects all."""
+        if self._external:
+            return "an external launcher restarts every rank at once"
         if self._survive == ALL_RANKS:
             return "the script asks for it: protect(survive='all-ranks')"
         if len(self._world) == 1:

@@ -28,7 +28,7 @@ MAX_TRACEBACK = 20_000
 def main(spec: ProcSpec) -> int:
     """The exit code of the script."""
     program = spec.program
-    link = Link(_text(program, "address"), spec.proc, __version__)
+    link = Link(_text(program, "address"), msg.Hello(spec.proc, os.getpid(), __version__))
     directory = JobDirectory.hold(Path(link.welcome.shm_dir))
     try:
         if link.welcome.rank is None and not _await_turn(link):
@@ -39,7 +39,7 @@ def main(spec: ProcSpec) -> int:
         return code
     except BaseException as error:
         if not isinstance(error, SystemExit | KeyboardInterrupt):
-            _report(link, error)
+            report(link, error)
         raise
     finally:
         _close(link)
@@ -103,7 +103,7 @@ def _finish(code: int) -> None:
         engine.leave()
 
 
-def _report(link: Link, error: BaseException) -> None:
+def report(link: Link, error: BaseException) -> None:
     """The daemon should know why before it sees the process end."""
     engine = _engine()
     _trim(error)

@@ -15,6 +15,7 @@ import torch
 from flashrec.data import Feed, Source
 from flashrec.engine import Engine
 from flashrec.errors import UsageError
+from flashrec.external import join_from_environment, report_the_end
 from flashrec.groups import GroupSet
 from flashrec.link import attached
 from flashrec.loop import OwnStep, Section, Step, install_gate, mark_backward
@@ -59,7 +60,11 @@ def init(*, standby: str = "forked") -> None:
     "built": the script promises that nothing before its first step depends on the rank, so a standby can have
     built and rehearsed everything; asking for the rank earlier raises UsageError.
 
-    Raises UsageError outside `flashrec run`, or when called twice.
+    Without `flashrec run` the launcher must set RANK and WORLD_SIZE, as torchrun does, and a `flashrecd` must run on
+    the node; the job is then named by FLASHREC_JOB, torchrun's --rdzv-id, or MASTER_ADDR:MASTER_PORT.
+
+    Raises UsageError without a launcher, when called twice, or when the daemon refuses this rank; DaemonUnavailable
+    when none runs; VersionMismatch when it is of another release; RecoveryFailed when the job has ended already.
     """
     if standby not in DEPTHS:
         raise UsageError(f"standby must be one of {', '.join(DEPTHS)}, not {standby!r}")
@@ -67,14 +72,19 @@ def init(*, standby: str = "forked") -> None:
         raise UsageError("flashrec.init() was called before")
     if torch.distributed.is_initialized():
         raise UsageError("torch.distributed is initialised already: flashrec.init() takes its place")
-    link = attached()
+    link = attached() or join_from_environment()
     if link is None:
-        raise UsageError("no daemon: start the script with `flashrec run --nproc-per-node N script.py`")
+        raise UsageError(
+            "no launcher: start the script with `flashrec run --nproc-per-node N script.py`, or with torchrun or the "
+            "like (RANK and WORLD_SIZE in the environment) on a node where `flashrecd` runs"
+        )
     groups = GroupSet(on_collective=lambda name, count: _on_collective(name))
     engine = Engine(link, groups)
     _session.engine = engine
     rank = link.welcome.rank
     groups.start(rank, engine.world_size)
+    if link.welcome.external:  # after that, so that the groups are closed after the rank has left
+        report_the_end(link, current_engine)
     if standby == "built":
         link.send(msg.BuiltOffered(link.proc))
     if rank is not None:
@@ -146,6 +156,7 @@ def protect(
         world_size=engine.world_size,
         replicated_over=replicated_over,
         survive=survive,
+        external=engine.link.welcome.external,
     )
     state.check_common()
     for one in optimizers:

@@ -170,6 +170,7 @@ class JobRun:
             return msg.Refused("stranger", f"{message.proc} is not a process this daemon is waiting for")
         process.identity = identity
         welcome = msg.Welcome(
+            proc=process.name,
             job=self.name,
             shm_dir=str(self.shm_dir),
             rank=process.rank,
@@ -180,6 +181,7 @@ class JobRun:
             shard_address=self._shard_address,
             heartbeat_s=self.core.config.suspect_after_s / HEARTBEATS,
             daemon_pid=os.getpid(),
+            external=self.core.config.external,
         )
         self._send(identity, welcome)
         for message_kept in process.unsent:
@@ -187,6 +189,15 @@ class JobRun:
         process.unsent.clear()
         self.feed(ev.Heartbeat(message.proc))
         return welcome
+
+    def joined(self, message: msg.Hello, identity: bytes) -> None:
+        """Another launcher has started a process that was waited for."""
+        self.hello(message, identity)
+        self.feed(ev.Joined(message.proc))
+
+    def condemn(self, proc: str, why: str) -> None:
+        """End a process that must not go on."""
+        self.feed(ev.Condemned(proc, why))
 
     def tick(self) -> None:
         """A few times a second: what the ranks' tags say, then the clock."""

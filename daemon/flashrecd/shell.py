@@ -29,6 +29,7 @@ from flashrecd import status as status_document
 from flashrecd.core import events as ev
 from flashrecd.core.state import JobConfig
 from flashrecd.eventlog import EventLog
+from flashrecd.external import ExternalProcesses, Joining, external_config
 from flashrecd.jobrun import JobRun
 from flashrecd.launching import OwnProcesses
 from flashrecd.rundir import RunDirectory
@@ -64,6 +65,7 @@ class Daemon:
         self._refusals: Counter[bytes] = Counter()
         self._identities: dict[bytes, str] = {}
         self._metrics_address = metrics_address
+        self._joining = Joining(lambda: self.job, self._begin_external, self._bind, self._refuse)
         self._outbox: asyncio.Queue[tuple[bytes, bytes]] = asyncio.Queue()
         self._stopped = asyncio.Event()
 
@@ -157,6 +159,7 @@ class Daemon:
             await asyncio.sleep(TICK_S)
             if self.job is not None:
                 self.job.tick()
+            self._joining.tick()
 
     def _client_ended(self) -> None:
         """The process that submitted the job is gone."""
@@ -226,6 +229,9 @@ class Daemon:
                 raise ProtocolError(f"{type(message).__name__} is not for a daemon")
 
     def _take_from_process(self, identity: bytes, message: Any) -> None:
+        if isinstance(message, msg.Join):
+            self._joining.take(identity, message)
+            return
         if isinstance(message, msg.Hello):
             if message.release != __version__:
                 self._refuse(
@@ -240,11 +246,32 @@ class Daemon:
                 if isinstance(answer, msg.Refused):
                     self._refuse(identity, answer.kind, answer.reason)
                 else:
-                    self._identities[identity] = message.proc
+                    self._bind(identity, message.proc)
             return
         if self._identities.get(identity) != message.proc or self.job is None:
             raise ProtocolError(f"{type(message).__name__} from a sender that is not {message.proc!r:.40}")
         self.job.received(message)
+
+    def _bind(self, identity: bytes, proc: str) -> None:
+        self._identities[identity] = proc
+
+    def _begin_external(self, name: str, join: msg.Join) -> None:
+        source = ExternalProcesses(join.job, self.supervisor, self._joining.admit)
+        self.job = JobRun(
+            name,
+            external_config(join),
+            source,
+            target=join.target,
+            pull="shm",
+            supervisor=self.supervisor,
+            log=self.log,
+            shard_address=self._shards.address,
+            send=self._reply,
+            ended=self._job_ended,
+        )
+        self.store.put(f"job/{name}", os.fsencode(join.target), None)
+        self.job.log("job", f"{join.job!r}: {join.target}, started by process {join.launcher_pid}")
+        self.job.start()
 
     def _submit(self, identity: bytes, message: msg.Submit) -> None:
         if message.release != __version__:
@@ -326,6 +353,7 @@ class Daemon:
     def _job_ended(self, code: int, reason: str) -> None:
         assert self.job is not None
         self._last_job = status_document.describe(self.job)
+        self._joining.ended(self.job)
         self._shards.stop()
         self.store.delete(f"job/{self.job.name}")
         self.log.listener = None

@@ -45,7 +45,7 @@ def describe(job: JobRun) -> dict[str, Any]:
                 "rank": rank,
                 "process": member.proc,
                 "pid": pids.get(member.proc),
-                "status": str(member.status),
+                "status": "awaited" if member.proc in state.awaited else str(member.status),
                 "phase": Phase(tag.phase).name.lower() if tag else None,
                 "place": tag.place if tag else None,
                 "step": tag.step if tag else None,

@@ -18,7 +18,8 @@ from flashrec.errors import DaemonUnavailable, EnvironmentFault, UsageError, Ver
 from flashrec.protocol import messages as msg
 from flashrec.protocol.codec import MAX_MESSAGE_BYTES, decode, encode
 from flashrec.protocol.jobdir import remove_stale
-from flashrec.protocol.places import default_run_dir
+from flashrec.protocol.places import control_address, default_run_dir
+from flashrec.protocol.places import daemon_runs_in as daemon_runs_in
 
 ANSWER_S = 10.0
 START_S = 20.0
@@ -37,7 +38,7 @@ class Client:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self._socket.connect(f"ipc://{run_dir / 'control.sock'}")
+        self._socket.connect(control_address(run_dir))
         self._poller.register(self._socket, zmq.POLLIN)
 
     @contextlib.contextmanager
@@ -83,23 +84,6 @@ class Client:
     ) -> None:
         self._socket.close()
         self._context.term()
-
-
-def daemon_runs_in(run_dir: Path) -> bool:
-    """Whether a live daemon has this run directory. Its lock tells, not its socket, which may be stale."""
-    import fcntl
-
-    try:
-        fd = os.open(run_dir / "daemon.lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(fd)
-    return False
 
 
 def connect(run_dir: Path | None) -> Client:

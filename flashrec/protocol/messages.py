@@ -1,7 +1,7 @@
 """Every message of the control plane, as a frozen value. See `codec` for how they travel.
 
-Three kinds of peers talk to the daemon's control socket: processes it started (ranks and standbys),
-command lines, and nobody else: the socket is `ipc://` in a directory only its user can enter.
+Three kinds of peers talk to the daemon's control socket: processes it started (ranks and standbys), ranks that
+another launcher started, and command lines; nobody else: the socket is `ipc://` in a directory only its user can enter.
 
 Instants are `time.monotonic_ns()`, which all processes of a machine share.
 """
@@ -17,6 +17,21 @@ class Hello:
 
     proc: str
     pid: int
+    release: str
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """First message of a rank that another launcher started, in place of Hello. `job`: the name its user knows;
+    `target`: the script's path; `restarted`: the launcher has started this rank before."""
+
+    job: str
+    target: str
+    rank: int
+    world_size: int
+    pid: int
+    launcher_pid: int
+    restarted: bool
     release: str
 
 
@@ -156,8 +171,10 @@ class Get:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Answer to Hello: what the job looks like. `rank` None: you are a standby."""
+    """Answer to Hello or Join: what the job looks like. `rank` None: you are a standby. `external`: another launcher
+    starts this job's ranks, and starts all of them again when one is lost."""
 
+    proc: str
     job: str
     shm_dir: str
     rank: int | None
@@ -168,6 +185,7 @@ class Welcome:
     shard_address: str
     heartbeat_s: float
     daemon_pid: int
+    external: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,6 +366,7 @@ class ShutDown:
 
 FROM_PROCESS = (
     Hello
+    | Join
     | Heartbeat
     | BuiltOffered
     | StandbyReady

@@ -14,6 +14,12 @@ class Begin(NamedTuple):
     """The job was accepted: start its world."""
 
 
+class Joined(NamedTuple):
+    """Another launcher has started the process that was waited for."""
+
+    proc: str
+
+
 class BuiltOffered(NamedTuple):
     """The script promised (init(standby="built")) that a standby may run it up to its first step."""
 
@@ -84,6 +90,13 @@ class Exited(NamedTuple):
     step: int | None = None
 
 
+class Condemned(NamedTuple):
+    """Its process must not go on, for a reason that the core cannot see."""
+
+    proc: str
+    why: str
+
+
 class Heartbeat(NamedTuple):
     proc: str
 
@@ -109,6 +122,7 @@ class Tick(NamedTuple):
 
 Event = (
     Begin
+    | Joined
     | BuiltOffered
     | StandbyReady
     | Protected
@@ -118,6 +132,7 @@ Event = (
     | Leaving
     | Failed
     | Exited
+    | Condemned
     | Heartbeat
     | TagSeen
     | Stop

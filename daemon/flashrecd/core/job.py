@@ -105,11 +105,28 @@ class Core:
         for rank in range(self.config.world_size):
             proc = self._new_proc()
             members.append(Member(proc))
-            self.detector.building(proc, self._now)
-            self._do(ev.Launch(proc, rank, self.state.generation, replacement=False))
+            self._launch(ev.Launch(proc, rank, self.state.generation, replacement=False))
         self._set(members=tuple(members), status=Status.STARTING)
         self._log("world starting", reason)
         self._refill_standbys()
+
+    def _launch(self, launch: ev.Launch) -> None:
+        if self.config.external:
+            self._set(awaited=(*self.state.awaited, launch.proc))
+        else:
+            self.detector.building(launch.proc, self._now)
+        self._do(launch)
+
+    def _joined(self, event: ev.Joined, now: float) -> None:
+        if event.proc in self.state.awaited:
+            self._no_longer_awaited(event.proc)
+            self.detector.building(
+                event.proc, now
+            )  # from now on: when it is started is its launcher's affair
+            self._plan_if_parked()
+
+    def _no_longer_awaited(self, proc: str) -> None:
+        self._set(awaited=tuple(p for p in self.state.awaited if p != proc))
 
     def _refill_standbys(self) -> None:
         while len(self.state.standbys) < self.config.num_standbys:
@@ -200,6 +217,7 @@ class Core:
 
     def _exited(self, event: ev.Exited, now: float) -> None:
         self.detector.forget(event.proc)
+        self._no_longer_awaited(event.proc)
         how = _how_it_ended(event)
         error = dict(self.state.errors).get(event.proc)
         if error:
@@ -305,12 +323,14 @@ class Core:
             proc, depth = ready[0]
             self._set(standbys=tuple(s for s in self.state.standbys if s[0] != proc))
             self._do(ev.Assign(proc, rank, generation))
+            self.detector.building(proc, self._now)
             self._log("replacement", f"{proc}, a {depth} standby, takes the rank", rank)
         else:
             proc = self._new_proc()
-            self._do(ev.Launch(proc, rank, generation, replacement=True))
-            self._log("replacement", f"no standby was ready: {proc} is started", rank)
-        self.detector.building(proc, self._now)
+            self._launch(ev.Launch(proc, rank, generation, replacement=True))
+            why = "the launcher is to start it" if self.config.external else "no standby was ready"
+            how = "is awaited" if self.config.external else "is started"
+            self._log("replacement", f"{why}: {proc} {how}", rank)
         self._update(rank, proc=proc, status=RankStatus.BUILDING, version=None, can_advance=False)
 
     def _standby_lost(self, proc: str, how: str) -> None:
@@ -365,6 +385,9 @@ class Core:
             return
         if not self._all(RankStatus.PARKED, RankStatus.BUILDING):
             return
+        # A launcher that has lost one rank is about to end the others: a plan that counted on them would be void.
+        if self.state.awaited:
+            return
         if not self._charge(self.state.first_failure or "every rank parked and none had died", again=False):
             return
         generation = self.state.generation + 1
@@ -404,10 +427,10 @@ class Core:
         )
 
     def _from_the_start(self, plan: Plan | None) -> bool:
-        """In the sealed regime version 0 is not installed, but made again. Without a plan that is so as well, unless
+        """In the sealed regime version 0 is not installed, but made again. Without a plan that is so in both, unless
         a later version was there and is lost: private state is sealed in the gate, for the version after it."""
-        if plan is not None or not self.state.why_sealed:
-            return bool(self.state.why_sealed) and plan is not None and plan.version == 0
+        if plan is not None:
+            return bool(self.state.why_sealed) and plan.version == 0
         return max((v for m in self.state.members for v in m.private), default=0) <= PRIVATE_OF_THE_START
 
     def _tries_at(self, version: int) -> int:
@@ -531,7 +554,7 @@ class Core:
 
     def _tag_seen(self, event: ev.TagSeen, now: float) -> None:
         rank = self.rank_of(event.proc)
-        if rank is None:
+        if rank is None or event.proc in self.state.awaited:  # the tag is its predecessor's
             return
         self.detector.progressed(event.proc, event.entered, event.progress, now)
         if event.entered is None:
@@ -563,6 +586,11 @@ class Core:
             if rank is not None:
                 self._kill_suspect(rank, why)
 
+    def _condemned(self, event: ev.Condemned, now: float) -> None:
+        rank = self.rank_of(event.proc)
+        if rank is not None:
+            self._kill_suspect(rank, event.why)
+
     def _kill_suspect(self, rank: int, why: str) -> None:
         """Suspicion is not death: the process is killed, and replaced when the kernel says it is gone."""
         proc = self.state.members[rank].proc
@@ -574,6 +602,7 @@ class Core:
 # The one table: an event that is not in it raises.
 TABLE: dict[type, Callable[[Core, Any, float], None]] = {
     ev.Begin: Core._begin,
+    ev.Joined: Core._joined,
     ev.BuiltOffered: Core._built_offered,
     ev.StandbyReady: Core._standby_ready,
     ev.Protected: Core._protected,
@@ -583,6 +612,7 @@ TABLE: dict[type, Callable[[Core, Any, float], None]] = {
     ev.Leaving: Core._leaving,
     ev.Failed: Core._failed,
     ev.Exited: Core._exited,
+    ev.Condemned: Core._condemned,
     ev.Heartbeat: Core._heartbeat,
     ev.TagSeen: Core._tag_seen,
     ev.Stop: Core._stop,

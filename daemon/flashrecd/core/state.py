@@ -41,6 +41,7 @@ class JobConfig:
     max_restarts: int | None = None  # recoveries before the job fails; None: no bound
     max_tries_per_step: int = 3  # recoveries of the same version before the job fails
     suspect_after_s: float = 3.0
+    external: bool = False  # another launcher starts the processes: what is launched is waited for
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -76,6 +77,7 @@ class JobState:
     status: Status = Status.STARTING
     generation: int = 1  # newest generation any rank was told of
     members: tuple[Member, ...] = ()
+    awaited: tuple[str, ...] = ()  # launched, and not started by their launcher yet
     standbys: tuple[tuple[str, str], ...] = ()  # (process, depth), oldest first; depth "" until it is ready
     num_launched: int = 0
     built_offered: bool = False

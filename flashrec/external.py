@@ -1,0 +1,159 @@
+"""A rank under another launcher than `flashrec run`: torchrun, Slurm, a shell.
+
+Nobody started this process for flashrec, so it introduces itself to the node's daemon, and tells it how the script
+ended. What `runner.py` does around a script happens here inside it: at init(), and when the interpreter exits.
+"""
+
+import atexit
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from flashrec import __version__
+from flashrec.errors import DaemonUnavailable, UsageError
+from flashrec.link import Link, attach
+from flashrec.protocol import messages as msg
+from flashrec.protocol.jobdir import JobDirectory
+from flashrec.protocol.places import ENV_DIR, control_address, daemon_runs_in, default_run_dir
+from flashrec.runner import report
+
+if TYPE_CHECKING:
+    from flashrec.engine import Engine
+
+ENV_JOB = "FLASHREC_JOB"
+NO_RUN_ID = "none"  # torchrun's, when it was given no --rdzv-id
+
+
+def join_from_environment() -> Link | None:
+    """The link to the node's daemon, for the rank that the environment names; None when it names none.
+
+    Raises DaemonUnavailable, VersionMismatch, UsageError, RecoveryFailed."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    rank, world_size = _number("RANK"), _number("WORLD_SIZE")
+    if _number("LOCAL_WORLD_SIZE", world_size) != world_size:
+        raise UsageError(
+            f"{world_size} ranks, {os.environ['LOCAL_WORLD_SIZE']} of them on this node: all ranks of a job must be on "
+            "one node"
+        )
+    run_dir = default_run_dir()
+    if not daemon_runs_in(run_dir):
+        raise DaemonUnavailable(
+            f"no daemon runs in {run_dir}: start `flashrecd` on this node, before the launcher and outside of it; "
+            f"where it has a directory of its own (`flashrecd --dir DIR`), set {ENV_DIR}=DIR for the ranks too"
+        )
+    join = msg.Join(
+        job=_job_name(),
+        target=os.path.abspath(sys.argv[0]),
+        rank=rank,
+        world_size=world_size,
+        pid=os.getpid(),
+        launcher_pid=os.getppid(),
+        restarted=_number("TORCHELASTIC_RESTART_COUNT", 0) > 0,
+        release=__version__,
+    )
+    link = Link(control_address(run_dir), join)
+    if link.welcome.replacement:
+        print(
+            f"flashrec: rank {rank} is back in job {join.job!r}; its state comes from shared memory",
+            file=sys.stderr,
+            flush=True,
+        )
+    attach(link)
+    return link
+
+
+def _job_name() -> str:
+    """The same for every rank of a job, and when it is started again."""
+    if name := os.environ.get(ENV_JOB):
+        return name
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", NO_RUN_ID)
+    if run_id != NO_RUN_ID:
+        return run_id
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if address and port:
+        return f"{address}:{port}"
+    raise UsageError(
+        f"the job needs a name by which a rank that is started again finds it: set {ENV_JOB}, or MASTER_ADDR and "
+        "MASTER_PORT, to the same for all ranks"
+    )
+
+
+def _number(variable: str, default: int | None = None) -> int:
+    text = os.environ.get(variable)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        raise UsageError(f"{variable} is not a number: {text!r}") from None
+
+
+def report_the_end(link: Link, engine: "Callable[[], Engine | None]") -> None:
+    """From now on the daemon hears how the script ends; a script that ends well lingers until every rank has. What
+    registered an exit handler before is closed after that."""
+    _Ending(link, engine)
+
+
+class _Ending:
+    """The hooks of one process."""
+
+    def __init__(self, link: Link, engine: "Callable[[], Engine | None]") -> None:
+        self._link = link
+        self._engine = engine
+        self._pid = os.getpid()
+        self._directory = JobDirectory.hold(Path(link.welcome.shm_dir))
+        self._failed = False
+        self._code: int | None = 0
+        self._next_hook = sys.excepthook
+        self._next_exit = sys.exit
+        sys.excepthook = self._on_exception
+        # Nothing tells an exit handler the code of a SystemExit, so it is read off where nearly all come from.
+        sys.exit = self._on_sys_exit
+        atexit.register(self._at_exit)
+
+    def _on_exception(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if os.getpid() == self._pid:
+            self._failed = True
+            if not isinstance(error, KeyboardInterrupt):
+                report(self._link, error)
+        self._next_hook(kind, error, trace)
+
+    def _on_sys_exit(self, status: Any = None, /) -> Any:
+        if os.getpid() == self._pid:
+            self._code = status if isinstance(status, int) else int(status is not None)
+        self._next_exit(status)
+
+    def _at_exit(self) -> None:
+        if os.getpid() != self._pid:
+            return  # a fork of the script's
+        engine = self._engine()
+        try:
+            if not self._failed:
+                self._leave(engine)
+        finally:
+            self._link.close()
+            if engine is not None:
+                engine.close()
+            self._directory.leave()
+
+    def _leave(self, engine: "Engine | None") -> None:
+        try:
+            if engine is not None and not self._code:
+                engine.leave()
+            self._link.send(msg.Ending(self._link.proc, self._code or 0))
+        except BaseException as error:
+            traceback.print_exc()
+            report(self._link, error)
+            self._link.close()
+            self._directory.leave()
+            # An exception in an exit handler would leave the exit code what it was: 0.
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            os._exit(1)
