@@ -64,15 +64,15 @@ def render_job(job: dict[str, Any]) -> RenderableType:
     standbys = ", ".join(f"{s['process']} {s['depth']}" for s in job["standbys"]) or "none"
     line = Text(
         f"job {job['job']}: {job['status']}, generation {job['generation']}, {job['restarts']} recoveries; "
-        f"standbys: {standbys}\n{regime(job)}"
+        f"{launcher(job) or f'standbys: {standbys}'}\n{regime(job)}"
     )
     table = Table(box=None, pad_edge=False)
     for column in ("rank", "pid", "phase", "step", "committed", "loss"):
         table.add_column(column, justify="left" if column == "phase" else "right")
     for rank in job["ranks"]:
         phase = rank["place"] or rank["status"]
-        if rank["status"] == "dead":
-            phase = "dead"
+        if rank["status"] in ("dead", "awaited"):  # what its tag says is its predecessor's
+            phase = rank["status"]
         loss = "" if rank["loss"] is None else f"{rank['loss']:.4f}"
         cells = [
             str(rank["rank"]),
@@ -85,6 +85,14 @@ def render_job(job: dict[str, Any]) -> RenderableType:
         style = PLACE_STYLES.get(phase, "red")
         table.add_row(*cells[:2], Text(phase, style=style), *cells[3:])
     return Group(line, table)
+
+
+def launcher(job: dict[str, Any]) -> str:
+    """Who starts the job's ranks, if it is not the daemon."""
+    if (other := job["launcher"]) is None:
+        return ""
+    alive = "" if other["alive"] else ", which is gone"
+    return f"started as {other['job']!r} by {other['program']} (pid {other['pid']}){alive}"
 
 
 def regime(job: dict[str, Any]) -> str:
