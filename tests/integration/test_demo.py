@@ -69,6 +69,37 @@ def test_killed_ranks_change_no_bit(
     assert done.stderr.count("bit-identical") == 3
 
 
+@pytest.mark.parametrize(
+    ("parallel", "fault", "num_faults", "steps", "num_victims"),
+    [("fsdp", "rank", 2, 18, 1), ("pp", "all-ranks", 1, 14, 4)],
+)
+def test_a_parallelism_survives_a_kind_of_fault(
+    parallel: str, fault: str, num_faults: int, steps: int, num_victims: int, tmp_path: Path
+) -> None:
+    size = ["--faults", str(num_faults), "--steps", str(steps)]
+    done = run(
+        tmp_path, "--parallel", parallel, "--fault", fault, *size, "--seed", "1", "--json", timeout_s=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert (found["parallel"], found["fault"], found["ranks"]) == (parallel, fault, 4)
+    assert (found["passed"], found["complaints"]) == (True, [])
+    assert all(found[f"{what}_identical"] for what in ("weights", "optimizer", "losses"))
+    assert found["regime"] == "sealed"
+    assert "is held by rank" in found["why_sealed"]
+    assert found["most_committed_steps_again"] in (0, 1)
+    assert len(found["faults"]) == num_faults
+    for one in found["faults"]:
+        assert one["fired"] is True, "a fault that did not fire proves nothing"
+        assert len(set(one["ranks"])) == len(set(one["pids"])) == one["deaths_seen"] == num_victims
+        assert sorted(one["phases"]) == sorted(map(str, one["ranks"]))
+        assert set(one["phases"].values()) <= set(PLACES)
+        assert one["resumed_step"] in (one["step"] - 1, one["step"], one["step"] + 1)
+        assert one["recovered_ms"] == one["timeline"]["redone"] > 0
+    assert f"{parallel} survived {num_faults * num_victims} deaths, all on record" in done.stderr
+    assert done.stderr.count("bit-identical") == 3
+
+
 def test_training_without_faults(tmp_path: Path) -> None:
     """One rank may train, as long as nobody kills it."""
     done = run(tmp_path, "--ranks", "1", "--faults", "0", "--steps", "6", "--json")
@@ -87,6 +118,10 @@ def test_training_without_faults(tmp_path: Path) -> None:
         (["--ranks", "0"], 2, "0 is not in the range"),
         (["--faults", "-1"], 2, "-1 is not in the range"),
         (["--standby", "warm"], 2, "'warm' is not one of"),
+        (["--parallel", "fsdp", "--ranks", "3"], 1, "shown on 4 ranks"),
+        (["--parallel", "tp", "--standby", "built"], 1, "--standby built does not go with --parallel tp"),
+        (["--fault", "two-ranks", "--steps", "9"], 1, "3 faults do not fit into 9 steps; take --steps"),
+        (["--fault", "node"], 2, "'node' is not one of"),
     ],
 )
 def test_what_cannot_work_is_said_before_anything_starts(

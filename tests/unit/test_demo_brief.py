@@ -150,7 +150,13 @@ def test_too_few_steps_for_groups_says_how_many_it_takes() -> None:
 def test_single_ranks_are_struck_as_in_the_whole_demo() -> None:
     settings = chosen(parallel="tp")
     expected = make_schedule(steps=settings.steps, ranks=4, num_faults=settings.num_faults, seed=0)
-    assert schedule_for(settings).faults == expected
+    faults = schedule_for(settings).faults
+    assert [replace(fault, latest=None) for fault in faults] == expected
+    for fault, following in itertools.pairwise(faults):
+        assert fault.latest is not None
+        assert max(fault.step, fault.patience) < fault.latest < following.step
+    whole = schedule_for(chosen()).faults
+    assert all(fault.latest is None for fault in whole), "there it waits until it sees the place"
 
 
 # --- what became of it ----------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ a line, as JSON.
 import contextlib
 import ctypes
 import json
+import math
 import os
 import select
 import signal
@@ -22,7 +23,7 @@ from enum import Enum
 from pathlib import Path
 
 from flashrec.cli.client import Client, ask_status
-from flashrec.cli.demo.schedule import Fault
+from flashrec.cli.demo.schedule import SLOT_STEPS, Fault
 from flashrec.errors import EnvironmentFault
 from flashrec.protocol.phase import Phase
 from flashrec.protocol.tag import Tag, TagReader, tag_path
@@ -171,8 +172,11 @@ class Injector:
             self._pause(STATUS_S)
 
     def _await_place(self, fault: Fault, place: str) -> None:
-        step = self._not_before(fault)
-        while (away := distance(place, step, self._tag(fault.rank))) is not Distance.HERE:
+        step, begun = self._not_before(fault), self._tag(fault.rank).step
+        latest = math.inf if fault.latest is None else max(fault.latest, begun + SLOT_STEPS)
+        while (away := distance(place, step, tag := self._tag(fault.rank))) is not Distance.HERE:
+            if tag.step >= latest:
+                return
             if away is not Distance.NEXT:
                 self._pause(NEAR_S if away is Distance.NEAR else FAR_S)
 

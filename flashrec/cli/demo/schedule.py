@@ -1,7 +1,7 @@
 """Which rank is killed, where and when: a pure function of the options and a seed."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from flashrec.cli.demo.settings import Settings
@@ -38,7 +38,9 @@ class Fault:
     recovery; where it has the rank of the one before, it strikes the replacement.
 
     A fault with a place waits until `patience`, a step, for a standby to stand ready, as it would where failures
-    are hours apart; one at a random time does not. `others` are killed in the same moment, wherever they are.
+    are hours apart; one at a random time does not. Where the steps are short a place may pass unseen again and
+    again: from step `latest` on, if there is one, it strikes wherever the rank is. `others` are killed in the same
+    moment, wherever they are.
     """
 
     index: int
@@ -47,6 +49,7 @@ class Fault:
     place: str | None
     wait: float = 0.0
     patience: int = 0
+    latest: int | None = None
     others: tuple[int, ...] = ()
 
     @property
@@ -72,7 +75,8 @@ def schedule_for(settings: Settings) -> Schedule:
     """What `settings.fault` asks for. UsageError when so many faults do not fit into so many steps."""
     steps, ranks, number, seed = settings.steps, settings.ranks, settings.num_faults, settings.seed
     if settings.fault == "rank":
-        return Schedule(faults=make_schedule(steps=steps, ranks=ranks, num_faults=number, seed=seed))
+        faults = make_schedule(steps=steps, ranks=ranks, num_faults=number, seed=seed)
+        return Schedule(faults=[_bounded(fault) for fault in faults] if settings.brief else faults)
     if settings.fault == "daemon":
         faults = make_groups(1, first=DAEMON_STEP, steps=steps, ranks=ranks, num_faults=number, seed=seed)
         return Schedule(faults=faults, daemon_step=DAEMON_STEP)
@@ -98,17 +102,21 @@ def make_groups(size: int, *, first: int, steps: int, ranks: int, num_faults: in
         begin, after = (first + (end - first) * n // num_faults for n in (index, index + 1))
         step = begin + rng.randrange(min(SPREAD_STEPS, after - begin - SLOT_STEPS + 1))
         rank, *others = rng.sample(range(ranks), size)
-        faults.append(
-            Fault(
-                index=index,
-                rank=rank,
-                step=step,
-                place=place,
-                patience=after - SLOT_STEPS,
-                others=tuple(sorted(others)),
-            )
+        fault = Fault(
+            index=index,
+            rank=rank,
+            step=step,
+            place=place,
+            patience=after - SLOT_STEPS,
+            others=tuple(sorted(others)),
         )
+        faults.append(_bounded(fault))
     return faults
+
+
+def _bounded(fault: Fault) -> Fault:
+    """Strikes in its slot, come what may."""
+    return replace(fault, latest=max(fault.step, fault.patience) + SLOT_STEPS - 1)
 
 
 def make_schedule(*, steps: int, ranks: int, num_faults: int, seed: int) -> list[Fault]:
