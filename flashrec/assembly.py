@@ -60,6 +60,12 @@ class Assembly:
         if store is not None:
             store.take(value)
 
+    def say_again(self) -> None:
+        """Another daemon has taken over: what a forming under way had told the last one is lost."""
+        store = self._store
+        if store is not None:
+            store.say_again()
+
     def close(self) -> None:
         if self._gate is not None:
             self._gate.close()

@@ -11,6 +11,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from flashrec import phases as ph
@@ -20,12 +21,14 @@ from flashrec.data import Feed
 from flashrec.errors import GroupsAborted, RecoveryFailed, StepAbandoned, UsageError
 from flashrec.groups import GroupSet
 from flashrec.keeping import Keeper
-from flashrec.link import DaemonLost, Incoming, Link
+from flashrec.link import DaemonFound, DaemonLost, Incoming, Link
 from flashrec.protected import ProtectedState
 from flashrec.protocol import messages as msg
 from flashrec.protocol.phase import IN_BODY, Phase
+from flashrec.protocol.tag import all_at_their_end
 from flashrec.state.pull import PullCancelled, Puller
 
+LOOK_S = 0.2  # at the others' tags, at the end of a script whose daemon is gone
 COMMUNICATES = "collectives run between the gate and the end of a step, so that a failure there tears ranks"
 
 
@@ -48,10 +51,16 @@ class Engine:
         self._machine: ph.RankMachine | None = None
         self._keeper: Keeper | None = None
         self._feed: Feed | None = None
+        self.offers_built = False
         self.beacon = Beacon()
         self._assembly = Assembly(link, groups, self.shm_dir, self.world_size)
         self._gate_passed_at = 0  # collectives issued by then
         self._regime_known = False
+        self._claims: tuple[tuple[tuple[int, ...], str], ...] | None = None  # since protect()
+        self._why_sealed = ""
+        self._arena_bytes = 0
+        self._forming: int | None = None  # generation that is being installed or formed
+        self._gives_up_at: float | None = None  # when this rank has waited for another daemon for long enough
         self._rehearsed_ns = 0
         self._num_rehearsals = 0
         self._pulled_ns = 0
@@ -61,6 +70,9 @@ class Engine:
         link.on_abort = self._assembly.abort
         link.on_value = self._assembly.take_value
         link.on_inspect = self._on_inspect
+        link.standing = self._standing
+        link.on_adopted = self._assembly.say_again
+        link.on_forsaken = self._on_forsaken
         groups.on_latch = self._on_latch
 
     # --- who I am ---------------------------------------------------------------------------------------
@@ -128,12 +140,14 @@ class Engine:
     def form_first(self) -> None:
         """Connect the world of a job that starts. If somebody dies meanwhile the daemon ends this process."""
         assert self._machine is not None
+        self._forming = self._machine.state.generation
         try:
             self._assembly.form(self.rank, self._machine.state.generation)
         except GroupsAborted:
-            while not isinstance(self.link.receive(), DaemonLost):
-                pass
-            raise RecoveryFailed("the daemon ended before the job had started") from None
+            while True:
+                self._take(self._next())
+        finally:
+            self._forming = None
 
     # --- the events of a step ---------------------------------------------------------------------------
 
@@ -147,8 +161,8 @@ class Engine:
         if not self.replacement:
             self._handle(ph.Protected())
         self._why_sealed = state.why_sealed()
-        claims, arena_bytes = state.claims(), state.arena_bytes()
-        self.link.send(msg.Protected(self.link.proc, claims, self._why_sealed, arena_bytes))
+        self._arena_bytes, self._claims = state.arena_bytes(), state.claims()
+        self.link.send(msg.Protected(self.link.proc, self._claims, self._why_sealed, self._arena_bytes))
         if not self.replacement:
             self._await(lambda: self._regime_known)
 
@@ -244,13 +258,25 @@ class Engine:
             self._handle(ph.Rehearsed())  # a script that takes no step has nothing to rehearse
         version = self.version
         self._settle(ph.Leave())
-        while not self.is_at(Phase.GONE) and not self.link.daemon_lost:
+        while not self.is_at(Phase.GONE) and not self._may_leave_alone():
             if version is not None and self.version is not None and self.version < version:
                 raise RecoveryFailed(
                     f"rank {self.rank}: version {version} was lost with another rank, and the loop that would make it "
                     f"again from version {self.version} is over: a replacement runs the script anew"
                 )
-            self._take(self.link.receive())
+            message = self.link.receive(LOOK_S if self.link.daemon_lost else None)
+            if message is not None:
+                self._take(message)
+
+    def _may_leave_alone(self) -> bool:
+        """Without a daemon: whether nobody needs this rank any more, as its tag and the others' show, or no daemon came
+        that could tell."""
+        if not self.link.daemon_lost:
+            self._gives_up_at = None
+            return False
+        if not self.is_at(Phase.LEFT):
+            return self._patience_left_s() <= 0
+        return all_at_their_end(self.shm_dir, self.world_size) or self._patience_left_s() <= 0
 
     def _settle(self, event: ph.Enter | ph.Leave) -> None:
         """Enter or Leave; where that means to park, wait for the plan, recover, and try again."""
@@ -333,8 +359,10 @@ class Engine:
         """A built standby waits here, at its first step, until somebody dies."""
         self.link.send(msg.StandbyReady(self.link.proc, "built"))
         while not self.assigned:
-            if self._take(self.link.receive()):
+            message = self.link.receive(0 if self.link.daemon_lost else None)
+            if message is None or isinstance(message, DaemonLost):
                 raise SystemExit(0)  # nobody is left who could need this process
+            self._take(message)
 
     def check_quiet(self) -> None:
         """If the script changed private state after it was sealed, say what, and seal it again."""
@@ -359,13 +387,31 @@ class Engine:
             self._take(message)
 
     def _await(self, done: Callable[[], bool]) -> None:
+        self._gives_up_at = None
         while not done():
-            self._take(self.link.receive())
-            if self.link.daemon_lost and not done():
-                raise RecoveryFailed("a rank was lost, and the daemon that would replace it is gone too")
+            self._take(self._next())
 
-    def _take(self, message: Incoming | None) -> bool:
-        """One message for the main thread. True: the daemon is gone."""
+    def _next(self) -> Incoming:
+        """The next message. Without a daemon, waits for another as long as the job says, and raises RecoveryFailed."""
+        message = self.link.receive(self._patience_left_s() if self.link.daemon_lost else None)
+        if message is None:
+            why = self.link.forsaken or f"none came in {self.link.welcome.patience_s:.0f} s"
+            raise RecoveryFailed(
+                f"this rank cannot go on without a daemon ({why}): another rank was lost, say, and nobody replaces it"
+            )
+        return message
+
+    def _patience_left_s(self) -> float:
+        """Of this wait; nothing is left when no daemon will come."""
+        now = time.monotonic()
+        if self.link.forsaken:
+            return 0.0
+        if self._gives_up_at is None:
+            self._gives_up_at = now + self.link.welcome.patience_s
+        return max(0.0, self._gives_up_at - now)
+
+    def _take(self, message: Incoming) -> None:
+        """One message for the main thread."""
         match message:
             case msg.Abort():
                 if self.phase is not Phase.STARTING:
@@ -373,8 +419,9 @@ class Engine:
             case ph.Latch():
                 self._handle(message)
             case msg.Regime():
-                self._regime_known = True
-                self._handle(ph.Regime(message.sealing))
+                if not self._regime_known:  # a daemon that has taken over says it to all
+                    self._regime_known = True
+                    self._handle(ph.Regime(message.sealing))
             case msg.ResumePlan():
                 plan = (
                     message.generation,
@@ -385,6 +432,7 @@ class Engine:
                 )
                 self._handle(ph.Plan(*plan))
             case msg.Assign():
+                self.link.take_rank(message.rank, message.generation)
                 self.groups.assign_rank(message.rank)
                 self.assign(message.rank, message.generation)
                 if self.state is not None:
@@ -394,13 +442,18 @@ class Engine:
             case msg.Refused():
                 raise UsageError(message.reason)
             case DaemonLost():
-                print(
-                    "flashrec: the daemon is gone; training goes on unprotected", file=sys.stderr, flush=True
-                )
-                return True
+                until = "" if self.link.forsaken else " until there is another"
+                why = f" ({self.link.forsaken})" if self.link.forsaken and self._gives_up_at else ""
+                self._say(f"the daemon is gone; training goes on unprotected{until}{why}")
+            case DaemonFound():
+                self._gives_up_at = None
+                self._say(f"daemon {self.link.welcome.daemon_pid} has adopted this rank")
             case _:
                 pass
-        return False
+
+    @staticmethod
+    def _say(text: str) -> None:
+        print(f"flashrec: {text}", file=sys.stderr, flush=True)
 
     # --- callbacks of other threads -------------------------------------------------------------------------
 
@@ -416,6 +469,33 @@ class Engine:
         frame = sys._current_frames().get(self._main_thread)
         stack = "".join(traceback.format_stack(frame)) if frame else "no main thread"
         self.note("stack", f"last collective: {self.groups.last_collective or 'none'}\n{stack}")
+
+    def _standing(self, offer: msg.Rejoin) -> msg.Rejoin:
+        """What another daemon must know to adopt this rank. The machine's state is one frozen value."""
+        machine = self._machine
+        if machine is None:
+            return offer
+        state = machine.state
+        return replace(
+            offer,
+            rank=state.rank,
+            generation=state.generation,
+            phase=state.phase,
+            version=state.version,
+            latched=state.latched,
+            can_advance=state.phase is Phase.HELD and not state.communicates,
+            claims=self._claims,
+            why_sealed=self._why_sealed or (COMMUNICATES if state.sealing else ""),
+            arena_bytes=self._arena_bytes,
+            built_offered=self.offers_built,
+        )
+
+    def _on_forsaken(self) -> None:
+        """No daemon came: whoever waits for one inside a forming waits in vain."""
+        generation = self._forming
+        if generation is not None:
+            self.link.parts.abort(generation)
+            self._assembly.abort(generation, "no daemon came that could tell the ranks of each other")
 
     def note(self, event: str, reason: str) -> None:
         """A line for the event log."""
@@ -479,19 +559,19 @@ class Engine:
         return True
 
     def _unless_aborted(self, effect: Callable[[], None], event: ph.Event) -> bool:
+        assert self._machine is not None
+        self._forming = self._machine.state.generation
         try:
             effect()
         except (GroupsAborted, PullCancelled) as error:
-            assert self._machine is not None
             # A peer may be out of reach though nobody died.
             if not self.link.parts.aborted(self._machine.state.generation):
                 self.note("forming failed", str(error))
                 self.link.post(ph.Latch(self._machine.state.generation))
-            while self.phase is Phase.REFORMING:  # what ended it is queued; the machine must hear it
-                self._take(self.link.receive())
-                if self.link.daemon_lost:
-                    raise RecoveryFailed("the daemon was lost in the middle of a recovery") from None
+            self._await(lambda: self.phase is not Phase.REFORMING)  # what ended it is queued
             return False
+        finally:
+            self._forming = None
         self._handle(event)
         return True
 

@@ -25,6 +25,7 @@ class RendezvousStore(Store):
         self._proc = proc
         self._send = send
         self._values: dict[str, bytes] = {}
+        self._own: dict[str, bytes] = {}
         self._asked: set[str] = set()
         self._changed = threading.Condition()
         self._aborted = False
@@ -36,6 +37,14 @@ class RendezvousStore(Store):
                 self._values[value.key] = value.value
                 self._changed.notify_all()
 
+    def say_again(self) -> None:
+        """To another daemon, which has heard nothing of this generation; called by the link's thread."""
+        with self._changed:
+            for key, value in self._own.items():
+                self._send(msg.Put(self._proc, self.generation, key, value))
+            for key in self._asked - self._values.keys():
+                self._send(msg.Get(self._proc, self.generation, key))
+
     def abort(self) -> None:
         with self._changed:
             self._aborted = True
@@ -44,7 +53,7 @@ class RendezvousStore(Store):
     def set(self, key: str, value: Any) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)
         with self._changed:
-            self._values[key] = data
+            self._values[key] = self._own[key] = data
         self._send(msg.Put(self._proc, self.generation, key, data))
 
     def get(self, key: str) -> bytes:

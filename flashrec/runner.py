@@ -8,7 +8,6 @@ import runpy
 import sys
 import traceback
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,7 +51,7 @@ def _await_turn(link: Link) -> bool:
     while True:
         message = link.receive()
         if isinstance(message, msg.Assign):
-            link.welcome = replace(link.welcome, rank=message.rank, generation=message.generation)
+            link.take_rank(message.rank, message.generation)
             return True
         if isinstance(message, msg.Prepare):
             return True

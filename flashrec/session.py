@@ -86,6 +86,7 @@ def init(*, standby: str = "forked") -> None:
     if link.welcome.external:  # after that, so that the groups are closed after the rank has left
         report_the_end(link, current_engine)
     if standby == "built":
+        engine.offers_built = True
         link.send(msg.BuiltOffered(link.proc))
     if rank is not None:
         engine.assign(rank, link.welcome.generation)

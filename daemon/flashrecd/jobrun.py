@@ -182,6 +182,7 @@ class JobRun:
             heartbeat_s=self.core.config.suspect_after_s / HEARTBEATS,
             daemon_pid=os.getpid(),
             external=self.core.config.external,
+            patience_s=0.0,
         )
         self._send(identity, welcome)
         for message_kept in process.unsent:

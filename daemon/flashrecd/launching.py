@@ -83,8 +83,9 @@ class OwnProcesses:
         self._tail = Tail(self._output)
         self._followed: dict[str, Process] = {}
         self._following: asyncio.Task[None] | None = None
-        self._source = (-1, "stdout")
+        self._source = (-1, "stdout", "")  # rank, stream, process
         self._lines: list[bytes] = []  # of that source, not told yet
+        self._lines_end = 0  # in that process's file
         env = dict(submit.env)
         if submit.world_size > 1:
             env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, and for the same reason
@@ -170,16 +171,18 @@ class OwnProcesses:
     def _output(self, proc: str, stream: str, line: bytes) -> None:
         process = self._followed.get(proc)
         rank = process.rank if process is not None else None
-        source = (-1 if rank is None else rank, stream)
+        source = (-1 if rank is None else rank, stream, proc)
         if source != self._source:
             self._flush_output()
             self._source = source
         self._lines.append(line)
+        self._lines_end = self._tail.delivered(proc, stream)
 
     def _flush_output(self) -> None:
         """A message for each line would keep the loop busy for seconds when a rank prints a lot."""
         if self._lines:
-            output = msg.Output(*self._source, b"\n".join(self._lines))
+            rank, stream, proc = self._source
+            output = msg.Output(rank, stream, b"\n".join(self._lines), proc, self._lines_end)
             self._lines.clear()
             self.output_bytes += len(output.data) + msg.OUTPUT_OVERHEAD_BYTES
             self._tell(output)

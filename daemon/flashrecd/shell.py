@@ -329,7 +329,7 @@ class Daemon:
         asyncio.get_running_loop().add_reader(client_pidfd, self._client_ended)
         self.store.put(f"job/{name}", os.fsencode(message.target), None)
         self.log.listener = lambda line: self._reply(self._client, msg.Happened(line))
-        self._reply(identity, msg.Submitted(name, str(log_dir / name), str(self.job.shm_dir)))
+        self._reply(identity, msg.Submitted(name, str(log_dir / name), str(self.job.shm_dir), os.getpid()))
         self.job.start()
 
     def _signal_rank(self, identity: bytes, message: msg.SignalRank) -> None:

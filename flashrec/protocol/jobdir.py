@@ -18,7 +18,7 @@ from pathlib import Path
 from flashrec.errors import EnvironmentFault
 
 PARENT = Path("/dev/shm")
-FOLDERS = ("private", "arena", "layout", "prelude", "export")
+FOLDERS = ("private", "arena", "layout", "prelude", "export", "process")
 MIN_FREE_BYTES = 16 << 20
 _NAME = re.compile(r"flashrec-(\d+)-\w+-\w+")
 

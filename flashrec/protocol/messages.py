@@ -36,6 +36,28 @@ class Join:
 
 
 @dataclass(frozen=True, slots=True)
+class Rejoin:
+    """First message of a rank whose daemon has died, to the one that runs in its place: what the rank is, and where it
+    stands. `phase` is a `flashrec.protocol.phase.Phase`; what the other fields mean follows from it, and from the
+    messages that they repeat (Hello, Protected, Parked, BuiltOffered)."""
+
+    proc: str
+    pid: int
+    release: str
+    job: str
+    rank: int
+    generation: int
+    phase: int
+    version: int | None
+    latched: bool
+    can_advance: bool
+    claims: tuple[tuple[tuple[int, ...], str], ...] | None
+    why_sealed: str
+    arena_bytes: int
+    built_offered: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Heartbeat:
     proc: str
 
@@ -171,8 +193,9 @@ class Get:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Answer to Hello or Join: what the job looks like. `rank` None: you are a standby. `external`: another launcher
-    starts this job's ranks, and starts all of them again when one is lost."""
+    """Answer to Hello, Join or Rejoin: what the job looks like. `rank` None: you are a standby. `external`: another
+    launcher starts this job's ranks, and starts all of them again when one is lost. `patience_s`: how long to wait for
+    another daemon, should this one die, where training cannot go on without; 0: none will come."""
 
     proc: str
     job: str
@@ -186,6 +209,7 @@ class Welcome:
     heartbeat_s: float
     daemon_pid: int
     external: bool
+    patience_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,19 +315,34 @@ class Submit:
 
 
 @dataclass(frozen=True, slots=True)
+class Attach:
+    """To a daemon that has adopted a job: the command line that submitted it is here. `shown`: (process, stream, up to
+    which byte of its file) for all output that it has dealt with. Answered by Submitted, or Refused."""
+
+    release: str
+    job: str
+    pid: int
+    shown: tuple[tuple[str, str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Submitted:
     job: str
     log_dir: str
     shm_dir: str
+    daemon_pid: int
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Lines of a rank's output, one or many, the last one without its newline. Rank -1: a standby's."""
+    """Lines of a rank's output, one or many, the last one without its newline. Rank -1: a standby's. `end`: where they
+    end in the file of process `proc`."""
 
     rank: int
     stream: str
     data: bytes
+    proc: str
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,9 +403,50 @@ class ShutDown:
     """End the daemon, and its job with it."""
 
 
+# --- in files: what a daemon that takes over must know ------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class JobRecord:
+    """A job, as long as it lives. `submit`: its Submit, encoded. `client_ticks`: when the process that submitted it was
+    started (with its pid, that names it)."""
+
+    release: str
+    job: str
+    address: str
+    log_dir: str
+    client_ticks: int
+    submit: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerRecord:
+    """What of the daemon's decisions no rank could tell: numbers that must not be used twice, and budgets."""
+
+    generation: int
+    num_launched: int
+    restarts: int
+    tries: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessRecord:
+    """A process that was welcomed. `start_ticks`: its start, which with the pid names it for ever. `own_files`: it
+    prints into files of its own, not into those of a rank's first process."""
+
+    proc: str
+    pid: int
+    start_ticks: int
+    rank: int | None
+    generation: int
+    replacement: bool
+    own_files: bool
+
+
 FROM_PROCESS = (
     Hello
     | Join
+    | Rejoin
     | Heartbeat
     | BuiltOffered
     | StandbyReady
@@ -396,6 +476,7 @@ TO_PROCESS = (
     | Inspect
     | Released
 )
-FROM_COMMAND = Submit | Present | StopJob | AskStatus | SignalRank | ShutDown
+FROM_COMMAND = Submit | Attach | Present | StopJob | AskStatus | SignalRank | ShutDown
 TO_COMMAND = Refused | Submitted | Output | Happened | JobEnded | Status | Done
-Message = FROM_PROCESS | TO_PROCESS | FROM_COMMAND | TO_COMMAND
+IN_FILES = JobRecord | LedgerRecord | ProcessRecord
+Message = FROM_PROCESS | TO_PROCESS | FROM_COMMAND | TO_COMMAND | IN_FILES

@@ -24,7 +24,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from flashrec.errors import EnvironmentFault, IntegrityError
+from flashrec.errors import EnvironmentFault, FlashrecError, IntegrityError
 from flashrec.protocol.phase import IN_BODY, Phase
 
 _LAYOUT = struct.Struct("<IIBBHIqQQQqd")
@@ -72,6 +72,11 @@ class Tag:
         return _PLACES.get(Phase(self.phase), "recovery")
 
     @property
+    def is_at_end(self) -> bool:
+        """Whether the rank's script is over: nothing of it is needed once that is so for all."""
+        return self.phase in (Phase.LEFT, Phase.GONE)
+
+    @property
     def entered(self) -> int | None:
         """The step whose body the rank is in; None between steps."""
         return self.step if self.phase in IN_BODY else None
@@ -79,6 +84,21 @@ class Tag:
 
 def tag_path(shm_dir: str | Path, rank: int) -> Path:
     return Path(shm_dir) / f"r{rank}.tag"
+
+
+def all_at_their_end(shm_dir: str | Path, world_size: int) -> bool:
+    """Whether the script of every rank is over, by their tags."""
+    for rank in range(world_size):
+        reader = TagReader(tag_path(shm_dir, rank))
+        try:
+            tag = reader.read()
+        except FlashrecError:
+            return False
+        finally:
+            reader.close()
+        if tag is None or not tag.is_at_end:
+            return False
+    return True
 
 
 class TagWriter:

@@ -340,7 +340,7 @@ torch.manual_seed(0)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 flashrec.protect(model=model, optimizer=optimizer)
-while flashrec.current_step() < 60:
+while flashrec.current_step() < 300:
     with flashrec.step():
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()

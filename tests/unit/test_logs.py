@@ -260,3 +260,30 @@ def test_finish_asks_for_room_before_each_read(lines: Lines, path: Path) -> None
     assert lines.texts == [b"y" * 999] * 1000
     assert len(held) > 10
     assert max(after - before for before, after in pairwise(held)) < 70_000  # a read, and the rest of a line
+
+
+@given(
+    st.lists(st.binary(max_size=12).map(lambda raw: raw.replace(b"a", b"\n")), max_size=8),
+    st.integers(0, 8),
+    st.sampled_from([3, 1000]),
+)
+def test_another_tail_goes_on_where_one_was_left(
+    tmp_path_factory: pytest.TempPathFactory, chunks: list[bytes], switch_at: int, max_line_bytes: int
+) -> None:
+    """A daemon dies and another follows the same files: no byte is shown twice, and none is lost."""
+    path = tmp_path_factory.mktemp("tail") / "stdout.log"
+    lines = Lines()
+    tail = Tail(lines, max_line_bytes=max_line_bytes)
+    tail.follow("r0", {"stdout": path})
+    for number, chunk in enumerate(chunks):
+        if number == switch_at:
+            seen, tail = tail.delivered("r0", "stdout"), Tail(lines, max_line_bytes=max_line_bytes)
+            tail.follow("r0", {"stdout": path}, {"stdout": seen})
+        append(path, chunk)
+        while tail.poll():
+            pass
+    asyncio.run(tail.finish("r0"))
+    text = b"".join(chunks)
+    if max_line_bytes == 1000:
+        assert lines.texts == text.removesuffix(b"\n").split(b"\n") if text else lines.texts == []
+    assert b"".join(lines.texts) == text.replace(b"\n", b"")

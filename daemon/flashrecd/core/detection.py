@@ -19,6 +19,8 @@ from typing import NamedTuple
 STILL_FACTOR = 10.0
 STEP_FACTOR = 5.0
 BUILD_FACTOR = 200.0
+ADOPT_FACTOR = 10.0
+PATIENCE_FACTOR = 100.0
 START_FACTOR = 5.0
 HEARTBEATS = 12  # as many may be lost or late before their silence counts
 
@@ -52,6 +54,18 @@ def explain(suspect_after_s: float) -> list[Timeout]:
             BUILD_FACTOR * suspect_after_s,
             f"{BUILD_FACTOR:.0f} x suspect after, or {START_FACTOR:.0f} x the longest start if that is more: a "
             "replacement that is not ready is killed and replaced",
+        ),
+        Timeout(
+            "adoption",
+            ADOPT_FACTOR * suspect_after_s,
+            f"{ADOPT_FACTOR:.0f} x suspect after: a daemon that takes over from one that died gives every rank as "
+            "long to say where it stands; one that lives and does not is killed and replaced",
+        ),
+        Timeout(
+            "patience",
+            PATIENCE_FACTOR * suspect_after_s,
+            f"{PATIENCE_FACTOR:.0f} x suspect after: without a daemon training goes on; where it cannot (another rank "
+            "was lost), a rank waits as long for another daemon, and then fails",
         ),
         Timeout(
             "late watcher",

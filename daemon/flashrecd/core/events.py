@@ -6,6 +6,7 @@ A process is named by the core (`p7`); a rank is a number that processes hold on
 from typing import NamedTuple
 
 from flashrecd.core.plan import Plan
+from flashrecd.core.state import RankStatus
 
 # --- events -----------------------------------------------------------------------------------------
 
@@ -18,6 +19,32 @@ class Joined(NamedTuple):
     """Another launcher has started the process that was waited for."""
 
     proc: str
+
+
+class Adopt(NamedTuple):
+    """The daemon that ran this job has died, and left word of what no rank can tell. `holders`: by rank, the process
+    that held it last, "" if it is not known."""
+
+    generation: int
+    num_launched: int
+    restarts: int
+    tries: tuple[int, int]
+    holders: tuple[str, ...]
+
+
+class Adopted(NamedTuple):
+    """A rank has said where it stands. `status` is LIVE unless it waits for the daemon, or is no part of the newest
+    generation yet; the rest as in Protected and Parked."""
+
+    proc: str
+    generation: int
+    status: RankStatus
+    version: int | None
+    can_advance: bool = False
+    claims: tuple[tuple[tuple[int, ...], str], ...] | None = None
+    why_sealed: str = ""
+    private: tuple[int, ...] = ()
+    sealed: tuple[int, ...] = ()
 
 
 class BuiltOffered(NamedTuple):
@@ -88,6 +115,7 @@ class Exited(NamedTuple):
     private: tuple[int, ...] = ()
     sealed: tuple[int, ...] = ()
     step: int | None = None
+    left: int | None = None  # the version at which its script was over, if its tag says that it was
 
 
 class Condemned(NamedTuple):
@@ -123,6 +151,8 @@ class Tick(NamedTuple):
 Event = (
     Begin
     | Joined
+    | Adopt
+    | Adopted
     | BuiltOffered
     | StandbyReady
     | Protected

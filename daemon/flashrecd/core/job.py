@@ -8,6 +8,8 @@
     kills what is left,                                   the end was asked for,
     then starts the world anew                            or is unavoidable
 
+    ADOPTING --every rank is accounted for--> STARTING, RUNNING, PARKING or CLOSING: see flashrecd.core.adoption
+
 Time is an argument, processes are names, and whatever was decided says why.
 """
 
@@ -16,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from flashrecd.core import adoption
 from flashrecd.core import events as ev
 from flashrecd.core.claims import contradiction, replica_sets, unequal_buckets
 from flashrecd.core.detection import Detector
@@ -236,6 +239,9 @@ class Core:
         if self.state.status is Status.CLOSING:
             self._closed(rank, event, how)
             return
+        if self.state.status is Status.ADOPTING:
+            adoption.ended(self, rank, event, how, now)
+            return
         self._log("rank lost", how, rank, event.step)
         if not self.state.first_failure:
             self._set(first_failure=f"rank {rank} failed first: {how}")
@@ -349,7 +355,7 @@ class Core:
             return  # a process of the past, or a promise about a generation that is over
         if self.state.status in (Status.RUNNING, Status.FORMING):
             self._park_for(rank)
-        if self.state.status not in (Status.PARKING, Status.STARTING):
+        if self.state.status not in (Status.PARKING, Status.STARTING, Status.ADOPTING):
             return
         if event.version is None:
             # A replacement, or a rank that was torn: its slots and its arena are what they were.
@@ -481,18 +487,22 @@ class Core:
         rank = self.rank_of(event.proc)
         if rank is None or event.generation != self.state.generation:
             return
-        if self.state.status not in (Status.STARTING, Status.RUNNING, Status.FORMING):
+        if self.state.status not in (Status.STARTING, Status.ADOPTING, Status.RUNNING, Status.FORMING):
             return
         if self.state.members[rank].status is not RankStatus.LIVE:
             return
         self._update(rank, status=RankStatus.LEFT, version=event.version)
         self._log("at its end", "the script is done; the rank lingers", rank, event.version)
         if self._all(RankStatus.LEFT) and len({m.version for m in self.state.members}) == 1:
-            self._set(status=Status.CLOSING, deadline=now + CLOSING_S)
-            self._log("closing", "every rank is at its end")
-            self._do(ev.Release(self._live_procs()))
-            for proc, _ in self.state.standbys:
-                self._do(ev.Kill(proc, True, "the job is done"))
+            self._close(now)
+
+    def _close(self, now: float) -> None:
+        self._set(status=Status.CLOSING, deadline=now + CLOSING_S)
+        self._log("closing", "every rank is at its end")
+        self._do(ev.Release(self._live_procs()))
+        for proc, _ in self.state.standbys:
+            self._do(ev.Kill(proc, True, "the job is done"))
+        self._end_if_closed()
 
     def _closed(self, rank: int, event: ev.Exited, how: str) -> None:
         if (event.code or event.signal is not None) and self.state.outcome is None:
@@ -500,7 +510,7 @@ class Core:
         self._end_if_closed()
 
     def _end_if_closed(self) -> None:
-        if self._all(RankStatus.DEAD) and not self.state.standbys:
+        if self._all(*GONE) and not self.state.standbys:
             self._end(*(self.state.outcome or (0, "every rank ended with exit code 0")))
 
     def _failed(self, event: ev.Failed, now: float) -> None:
@@ -554,7 +564,7 @@ class Core:
 
     def _tag_seen(self, event: ev.TagSeen, now: float) -> None:
         rank = self.rank_of(event.proc)
-        if rank is None or event.proc in self.state.awaited:  # the tag is its predecessor's
+        if rank is None or event.proc in self.state.awaited or self.state.status is Status.ADOPTING:
             return
         self.detector.progressed(event.proc, event.entered, event.progress, now)
         if event.entered is None:
@@ -567,6 +577,9 @@ class Core:
                 )
 
     def _tick(self, event: ev.Tick, now: float) -> None:
+        if self.state.status is Status.ADOPTING:
+            adoption.expire(self, now)
+            return
         starting = self.state.status is Status.STARTING  # one rank may download for all: silence alone counts
         waits = (RankStatus.PARKED, RankStatus.LEFT, RankStatus.BUILDING, RankStatus.FORMING)
         watched = {m.proc: starting or m.status in waits for m in self.state.members if m.status not in GONE}
@@ -603,6 +616,8 @@ class Core:
 TABLE: dict[type, Callable[[Core, Any, float], None]] = {
     ev.Begin: Core._begin,
     ev.Joined: Core._joined,
+    ev.Adopt: adoption.adopt,
+    ev.Adopted: adoption.adopted,
     ev.BuiltOffered: Core._built_offered,
     ev.StandbyReady: Core._standby_ready,
     ev.Protected: Core._protected,

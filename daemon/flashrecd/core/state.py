@@ -8,6 +8,7 @@ from flashrec.errors import UsageError
 
 class Status(StrEnum):
     STARTING = "starting"
+    ADOPTING = "adopting"
     RUNNING = "running"
     PARKING = "parking"
     FORMING = "forming"
@@ -24,7 +25,8 @@ class RankStatus(StrEnum):
     BUILDING = "building"  # a replacement that holds nothing yet
     FORMING = "forming"
     LEFT = "left"
-    DONE = "done"  # exited with code 0, and never called protect()
+    AWAITED = "awaited"  # of a daemon that has died: the process may live, and has not been heard yet
+    DONE = "done"  # exited with code 0, and never called protect(); or while there was no daemon, after its script
     DEAD = "dead"
 
 
@@ -68,6 +70,7 @@ class Member:
         None  # since protect(): its replica sets, with digests
     )
     buckets: str = ""
+    joined: int = 0  # the generation it said it was in when it was adopted
 
 
 @dataclass(frozen=True, slots=True)

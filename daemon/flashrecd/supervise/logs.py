@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,6 +72,8 @@ class _Followed:
     path: Path
     position: int
     """Byte in the file up to which has been read."""
+    delivered: int
+    """The same, up to which has been delivered."""
     fd: int = -1
     unfinished: bytearray = field(default_factory=bytearray)
     """A line whose newline has not come yet; at most max_line_bytes."""
@@ -81,7 +83,7 @@ class Tail:
     """Follows files and delivers what is appended, each file's lines complete and in order.
 
     A line longer than `max_line_bytes` is delivered in pieces of that size. Memory is bounded by one piece
-    and one read for each file. What was in a file before `follow` is not delivered.
+    and one read for each file. What was in a file before `follow` is not delivered, unless it is told where to begin.
     """
 
     def __init__(
@@ -100,18 +102,26 @@ class Tail:
         self._longest_pause_s = longest_pause_s
         self._followed: dict[str, list[_Followed]] = {}
 
-    def follow(self, proc: str, files: dict[str, Path]) -> None:
-        """Start before the process does. `files` by stream; they need not exist yet. Raises UsageError."""
+    def follow(self, proc: str, files: dict[str, Path], begin: Mapping[str, int] | None = None) -> None:
+        """Start before the process does. `files` by stream; they need not exist yet. `begin`: bytes of each that were
+        delivered before, by somebody else. Raises UsageError."""
         if proc in self._followed:
             raise UsageError(f"the output of process {proc!r} is followed already")
         followed = []
         for stream, path in files.items():
-            try:
-                position = os.stat(path).st_size
-            except FileNotFoundError:
-                position = 0
-            followed.append(_Followed(proc, stream, path, position))
+            if begin is not None:
+                position = begin.get(stream, 0)
+            else:
+                try:
+                    position = os.stat(path).st_size
+                except FileNotFoundError:
+                    position = 0
+            followed.append(_Followed(proc, stream, path, position, position))
         self._followed[proc] = followed
+
+    def delivered(self, proc: str, stream: str) -> int:
+        """How many bytes of the file have been delivered, those included whose delivery is under way."""
+        return next((one.delivered for one in self._followed.get(proc, []) if one.stream == stream), 0)
 
     def poll(self) -> bool:
         """Deliver what has arrived, at most one read for each file; whether there was anything."""
@@ -163,7 +173,7 @@ class Tail:
                 return False
         size = _size(followed)
         if size < followed.position:
-            followed.position = 0
+            followed.position = followed.delivered = 0
         if size == followed.position:
             return False
         data = os.pread(followed.fd, _READ_BYTES, followed.position)
@@ -184,18 +194,22 @@ class Tail:
         while len(followed.unfinished) > limit:
             piece = bytes(followed.unfinished[:limit])
             del followed.unfinished[:limit]
-            self._deliver(followed.proc, followed.stream, piece)
+            self._hand_over(followed, piece)
 
     def _in_pieces(self, followed: _Followed, line: bytes) -> None:
         limit = self._max_line_bytes
         for start in range(0, max(len(line), 1), limit):
-            self._deliver(followed.proc, followed.stream, line[start : start + limit])
+            self._hand_over(followed, line[start : start + limit], ends_line=start + limit >= len(line))
+
+    def _hand_over(self, followed: _Followed, piece: bytes, *, ends_line: bool = False) -> None:
+        followed.delivered += len(piece) + ends_line
+        self._deliver(followed.proc, followed.stream, piece)
 
     def _let_go(self, followed: _Followed) -> None:
         if followed.unfinished:
             line = bytes(followed.unfinished)
             followed.unfinished.clear()
-            self._deliver(followed.proc, followed.stream, line)
+            self._hand_over(followed, line)
         if followed.fd >= 0:
             os.close(followed.fd)
             followed.fd = -1
