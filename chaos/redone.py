@@ -10,7 +10,10 @@ def redone_steps(recovery: dict[str, Any], commits: dict[int, list[tuple[int, in
     `recovery` as in the job's status. `commits`: by rank, (step, instant) of each commit on record; instants on
     the clock that all of a machine's processes share.
     """
-    planned_ns, version = recovery["marks"]["planned"], recovery["version"]
+    if recovery["version"] is None:  # no plan: the world began again, from version 0
+        planned_ns, version = recovery["began_ns"], 0
+    else:
+        planned_ns, version = recovery["marks"]["planned"], recovery["version"]
     # Each earlier recovery may have given a step up too: what counts is what each rank committed last.
     newest = 0
     for steps in commits.values():

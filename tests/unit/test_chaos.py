@@ -208,6 +208,8 @@ def test_what_a_recovery_gives_up_is_counted_from_the_newest_commit_before_its_p
         assert redone_steps(recovery, commits) == given_up
     # Step 5 was given up by an earlier recovery, and step 4 committed again: nothing is lost now.
     assert redone_steps({"version": 5, "marks": {"planned": 100}}, {0: [(5, 10), (4, 50)], 1: []}) == 0
+    restarted = {"version": None, "marks": {}, "began_ns": 100}
+    assert redone_steps(restarted, {0: [(0, 10), (0, 200)], 1: []}) == 1
     for rank, lines in enumerate(("3 10\n4 20\n", "3 11\n")):
         (tmp_path / f"commits.r{rank}").write_text(lines)
     assert given_up_steps([recovery], tmp_path, world_size=2, bound=1) == []
