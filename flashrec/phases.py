@@ -127,6 +127,11 @@ def _settle(state: RankState, event: Settle | Enter | Leave | Close) -> Outcome:
     return state, ()
 
 
+def _seals(state: RankState) -> bool:
+    """A step that communicates after the gate can tear ranks before the gate has told all of it."""
+    return state.sealing or state.communicates
+
+
 def _unsettled(state: RankState) -> bool:
     return state.latched or state.plan is not None or state.version is None
 
@@ -135,7 +140,8 @@ def _enter(state: RankState, event: Enter) -> Outcome:
     if not state.sealing:
         if _unsettled(state):
             return _settle(state, event)
-        return replace(state, phase=Phase.COMPUTING), (NoteRedo(),)
+        begin = (BeginSeal(_held(state)),) if _seals(state) else ()
+        return replace(state, phase=Phase.COMPUTING), (NoteRedo(), *begin)
     if state.plan is not None or state.version is None:
         raise IllegalTransition(f"rank {state.rank} entered a step without having settled ({state})")
     # A recovery may lead back to an earlier step, and the caller already has this one's batch. So with a failure
@@ -175,7 +181,7 @@ def _gate(state: RankState, event: GateReached) -> Outcome:
     if state.latched:
         return replace(state, phase=Phase.UNWINDING), (Abandon(),)
     version = _held(state)
-    finish = (FinishSeal(version),) if state.sealing else ()
+    finish = (FinishSeal(version),) if _seals(state) else ()
     return replace(state, phase=Phase.GATED), (*finish, Seal(version + 1), Vote())
 
 

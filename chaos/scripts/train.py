@@ -207,6 +207,8 @@ class Training:
                     self.common["scaler"].step(optimizer)
                 else:
                     optimizer.step()
+        if "tail" in recipe.extras:
+            self._average()
         if "scaler" in self.common:
             self.common["scaler"].update()
         if "scheduler" in self.common:
@@ -218,6 +220,14 @@ class Training:
         if recipe.zero_grad in ("end", "keep"):
             self.zero_grad()
         self._reach("tail")
+
+    def _average(self) -> None:
+        """Communicates after the gate, and changes parameters by it: a rank that is cut off here is torn."""
+        parameter = next(self.model.parameters())
+        total = parameter.detach() * (flashrec.rank() + 1)
+        dist.all_reduce(total)
+        with torch.no_grad():
+            parameter.add_(total, alpha=1e-3)
 
     def committed(self, index: int) -> None:
         with open(self.out / f"losses.r{flashrec.rank()}", "a") as file:

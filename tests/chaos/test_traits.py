@@ -41,6 +41,16 @@ def test_bits_survive(trait: str, play) -> None:  # type: ignore[no-untyped-def]
     play(Scenario(recipe=TRAITS[trait], faults=FAULTS))
 
 
+def test_collectives_after_the_gate_lead_to_the_sealed_regime(play) -> None:  # type: ignore[no-untyped-def]
+    """In step 0 they are first seen, and a loss there starts the job anew; from step 1 on the others, torn by the
+    loss, load what they have sealed."""
+    faults = [KillAtPlace(rank, "apply", step) for step, rank in enumerate((1, 0, 2, 1))]
+    faults += [KillAtPlace(2, "voted", 5), KillAtPlace(0, "backward", 6), KillAtPlace(1, "tail", 7)]
+    outcome = play(Scenario(recipe=Recipe(steps=9, extras=("tail",), standby="forked"), faults=faults))
+    assert outcome.job.final_status["regime"] == "sealed"
+    assert "between the gate and the end of a step" in outcome.job.final_status["why_sealed"]
+
+
 def test_gradients_that_add_up_over_steps(play) -> None:  # type: ignore[no-untyped-def]
     """Never zeroed: a step begins with the gradients of the one before, which a replacement needs too; here
     it gets them through the shard server."""
