@@ -49,7 +49,7 @@ Claims = tuple[tuple[tuple[int, ...], str], ...]
 
 def claims_of(config: Config, rank: int) -> Claims:
     """What `rank` holds, in its own words."""
-    return ((config.set_of(rank), "digest"),)
+    return tuple((members, "digest") for members in config.sets_of(rank))
 
 
 def compose(world: World, config: Config) -> JobState:
@@ -348,7 +348,7 @@ class Effects:
         sources = {rank for _, servers in plan.served for rank in servers}
         served = {members for members, _ in plan.served}
         for rank, slot in enumerate(self.slots):
-            arenas_give = rank in plan.replaced and self.config.set_of(rank) not in served
+            arenas_give = rank in plan.replaced and self.config.own_set(rank) not in served
             self.slots[rank] = slot._replace(
                 is_source=plan.generation if rank in sources else 0,
                 from_arenas=plan.generation if arenas_give else 0,

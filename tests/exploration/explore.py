@@ -52,7 +52,8 @@ class Report:
 
     def __str__(self) -> str:
         c = self.config
-        kind = f"{c.regime}{f' {c.sets}' if c.sets else ''}{', communicating' if c.communicates else ''}"
+        kind = f"{c.regime}{f' {c.sets}' if c.sets else ''}{' and one of all' if c.shared else ''}"
+        kind += ", communicating" if c.communicates else ""
         text = (
             f"{kind}: {c.num_ranks} ranks, {c.steps} steps, {c.num_faults} faults, {c.num_standbys} standbys"
             f"{'' if c.reduced else ', unreduced'}: {self.num_states} states, {self.num_events} events, "
@@ -142,14 +143,14 @@ class Explorer:
 
     def moves(self, number: int, publics: list[Public], cut: int) -> tuple[tuple[Move, int], ...]:
         me = self.publics[number]
-        key = (number, context(me, publics, cut)) if me.group else number
+        key = (number, context(me, publics, cut, self.config.shared)) if me.group else number
         found = self.move_cache.get(key)
         if found is None:
             slot = self.slots.values[number]
             assert isinstance(slot, Slot)
             found = tuple(
                 (move, self.slot_id(move.slot))
-                for move in ranks.moves(slot, context(me, publics, cut), self.config)
+                for move in ranks.moves(slot, context(me, publics, cut, self.config.shared), self.config)
             )
             self.move_cache[key] = found
         return found

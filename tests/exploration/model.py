@@ -97,8 +97,8 @@ class Slot(NamedTuple):
     asked: int = -1  # newest step in whose vote it asked for the sealed regime
     served: tuple[int, Content] | None = None  # export in shared memory: generation, content
     # What the newest plan says of this rank.
-    is_source: int = 0  # generation for whose replaced ranks it is a source of tensors
-    from_arenas: int = 0  # generation for which it installs tensors from its replica set's arenas
+    is_source: int = 0  # generation for whose replaced ranks its memory is a source of tensors
+    from_arenas: int = 0  # generation for which it installs its own set's tensors from arenas
 
 
 class Standby(NamedTuple):
@@ -140,6 +140,7 @@ class Config(NamedTuple):
     sets: tuple[
         tuple[int, ...], ...
     ] = ()  # unique ranks first; (): one set of all in the live regime, else unique
+    shared: bool = False  # besides, every rank is in a set of all
     communicates: bool = False  # a collective runs between gate and exit
     private_slots: int = 2
     arena_slots: int = 2
@@ -147,18 +148,24 @@ class Config(NamedTuple):
     discards_tensors: bool = True
     reduced: bool = True
 
-    def replica_sets(self) -> tuple[tuple[int, ...], ...]:
+    @property
+    def all_ranks(self) -> tuple[int, ...]:
+        return tuple(range(self.num_ranks))
+
+    def own_sets(self) -> tuple[tuple[int, ...], ...]:
         if self.sets:
             return self.sets
-        ranks = range(self.num_ranks)
-        return tuple((r,) for r in ranks) if self.regime is Regime.SEALED else (tuple(ranks),)
+        return tuple((r,) for r in self.all_ranks) if self.regime is Regime.SEALED else (self.all_ranks,)
 
-    def set_of(self, rank: int) -> tuple[int, ...]:
-        return next(members for members in self.replica_sets() if rank in members)
+    def own_set(self, rank: int) -> tuple[int, ...]:
+        return next(members for members in self.own_sets() if rank in members)
+
+    def sets_of(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        return (self.own_set(rank), self.all_ranks) if self.shared else (self.own_set(rank),)
 
     def replica(self, rank: int) -> int:
-        members = self.set_of(rank)
-        return 1 + self.replica_sets().index(members) if len(members) > 1 else 0
+        members = self.own_set(rank)
+        return 1 + self.own_sets().index(members) if len(members) > 1 else 0
 
 
 class Context(NamedTuple):

@@ -66,8 +66,8 @@ def public(slot: Slot, config: Config) -> Public:
     )
 
 
-def context(me: Public, slots: Sequence[Public], cut: int) -> Context:
-    """What the rank that `me` describes, one of `slots`, can notice of the others."""
+def context(me: Public, slots: Sequence[Public], cut: int, shared: bool = False) -> Context:
+    """What the rank that `me` describes, one of `slots`, can notice of the others. `shared`: see Config."""
     group, step = me.group, me.entered
     if not group:
         return NO_CONTEXT
@@ -82,36 +82,49 @@ def context(me: Public, slots: Sequence[Public], cut: int) -> Context:
         decided = decided and there and max(other.voted, other.refused) >= step
         broken = broken or not other.alive or other.generation > group or other.over >= group
         asked = asked or (there and other.asked == step)
-    source = installable(me, slots) if me.wants >= 0 else None
+    source = None
+    if me.wants >= 0:
+        mates = [other for other in slots if other.replica == me.replica] if me.replica else [me]
+        source = installable(me, mates, slots if shared else ())
     return Context(entered, passed, decided and not passed, joined, broken, passed and asked, source)
 
 
-def installable(me: Public, slots: Sequence[Public]) -> Content | None:
-    """What the rank that `me` describes can install: what the sources of its plan serve, once all of them do, or
-    what the arenas of its replica set hold. None: not yet, or its plan is over."""
-    mates = [other for other in slots if other.replica == me.replica] if me.replica else [me]
-    served = [other.served for other in mates if other.is_source == me.group]
-    found: set[Content | None]
-    if served:
-        found = {part[1] if part and part[0] == me.group else None for part in served}
-        if None in found:
-            return None
-    elif me.from_arenas == me.group:
-        found = {next((c for c in other.sealed if c.version == me.wants), None) for other in mates}
-        if None in found:
-            raise Violation(f"an arena does not hold version {me.wants}, which is to be taken from it")
+def installable(me: Public, mates: Sequence[Public], all_ranks: Sequence[Public]) -> Content | None:
+    """What the rank that `me` describes can install: what the sources of its plan serve, once all of them do, and
+    what arenas hold. None: not yet, or its plan is over. `mates` are its own replica set; `all_ranks` are in
+    another one with it, or nobody."""
+    if me.from_arenas == me.group:
+        found = in_arenas(mates, me.wants)
+        servers = [other for other in all_ranks if other.is_source == me.group]
+        found |= served_by(servers, me.group) if servers else in_arenas(all_ranks, me.wants)
     else:
+        servers = [other for other in mates if other.is_source == me.group]
+        found = served_by(servers, me.group) if servers else {None}
+    if None in found:
         return None
     if len(found) > 1:
         raise Violation(f"the sources of generation {me.group} are a mixture: {found}")
     return found.pop()
 
 
+def served_by(servers: Sequence[Public], generation: int) -> set[Content | None]:
+    parts = [other.served for other in servers]
+    return {part[1] if part and part[0] == generation else None for part in parts}
+
+
+def in_arenas(members: Sequence[Public], version: int) -> set[Content | None]:
+    found = {next((c for c in other.sealed if c.version == version), None) for other in members}
+    if None in found:
+        raise Violation(f"an arena does not hold version {version}, which is to be taken from it")
+    return found
+
+
 def events(world: World, daemon: Control) -> Iterator[tuple[str, World]]:
     """Every single thing that can happen, nothing left out: label, world afterwards."""
     publics = [public(slot, daemon.config) for slot in world.slots]
+    shared = daemon.config.shared
     for rank, slot in enumerate(world.slots):
-        for move in ranks.moves(slot, context(publics[rank], publics, world.cut), daemon.config):
+        for move in ranks.moves(slot, context(publics[rank], publics, world.cut, shared), daemon.config):
             after = put(world, rank, move.slot)
             if move.label.startswith("Formed"):
                 invariants.at_formed(after.slots, move.slot.joined)
