@@ -14,7 +14,7 @@ from rich.console import Console
 import recipe
 from flashrec.cli.demo import brief
 from flashrec.cli.demo.brief import Findings, steps_again
-from flashrec.cli.demo.daemon import DaemonStrike
+from flashrec.cli.demo.daemon import WITHOUT_STEPS, DaemonFault, DaemonStrike
 from flashrec.cli.demo.faults import FaultReport, join
 from flashrec.cli.demo.injector import Strike
 from flashrec.cli.demo.schedule import (
@@ -310,6 +310,52 @@ def test_a_daemon_that_was_not_replaced_fails() -> None:
         "steps_without_daemon": 5,
         "adopted_ms": 300.0,
     }
+
+
+class StubDaemon:
+    """Remembers what is done to it."""
+
+    def __init__(self) -> None:
+        self.pid, self.done = 7, ["start"]
+        self.pids = [11, 12]
+
+    def start(self) -> None:
+        self.pid += 1
+        self.done.append("start")
+
+    def kill(self) -> None:
+        self.done.append("kill")
+
+    def rank_pids(self) -> list[int]:
+        return self.pids
+
+
+def test_the_daemon_is_killed_missed_for_a_while_and_replaced() -> None:
+    daemon: Any = StubDaemon()
+    fault = DaemonFault(daemon, step=20)
+    fault.advance(19)
+    assert fault.strike is None
+    daemon.pids = []  # a rank is being replaced just then
+    fault.advance(20)
+    assert fault.strike is None
+    daemon.pids = [11, 12]
+    fault.advance(21)
+    fault.advance(21 + WITHOUT_STEPS - 1)
+    assert daemon.done == ["start", "kill"]
+    fault.advance(21 + WITHOUT_STEPS)
+    assert daemon.done == ["start", "kill", "start"]
+    for pids in ([], [11], [11, 13]):
+        daemon.pids = pids
+        fault.advance(40)
+        assert not fault.over, "another process holds the rank, or none yet"
+    daemon.pids = [11, 12]
+    fault.advance(41)
+    assert fault.over
+    assert fault.strike is not None
+    assert (fault.strike.step, fault.strike.pid, fault.strike.new_pid) == (21, 7, 8)
+    assert fault.strike.steps_without == WITHOUT_STEPS
+    assert fault.strike.adopted_ms is not None
+    assert daemon.done == ["start", "kill", "start"]
 
 
 def test_of_a_pipeline_only_the_last_stage_has_losses() -> None:

@@ -30,30 +30,33 @@ NARROWEST = 110  # columns; a fault's row takes as many
 JSON_HELP = """
 \b
 --json prints one object:
-  passed, complaints         the verdict, and what it lacks (--parallel, --fault)
+  passed, complaints       the verdict, and what it lacks
   weights_identical, optimizer_identical, losses_identical, first_difference
   parallel, fault, regime, why_sealed, ranks, steps, seed, standby
-  most_committed_steps_again of committed steps, how many a fault made the ranks
-                             do again at most (--parallel, --fault)
-  faults                     of each: ranks, step, phase (of the rank that was
-                             watched), phases (by rank), pids, fired,
-                             deaths_seen (by the daemon), resumed_step,
-                             recovered_ms, timeline (ms from the signal),
-                             committed_steps_again, redone_steps (1: the step
-                             that was under way was begun again), standbys
-  daemon                     step, pid, new_pid, steps_without_daemon, adopted_ms
+  most_committed_steps_again
+                           committed steps that one fault made the ranks do
+                           again, the most of all faults
+  faults                   of each: ranks, step, phase (where the rank was
+                           that was watched), phases (by rank), planned_phase,
+                           pids, fired, deaths_seen (by the daemon),
+                           resumed_step, committed_steps_again, recovered_ms,
+                           timeline (ms from the signal), standbys,
+                           redone_steps (1: the step that was under way was
+                           begun again)
+  daemon                   step, pid, new_pid, steps_without_daemon,
+                           adopted_ms (from the new one's start)
   step_ms, reference_step_ms, overhead_percent, overhead_quartiles,
-  overhead_steps             what an undisturbed step takes
+  overhead_steps           what an undisturbed step takes
   unplanned, failure, seconds
 """
 
 
 @click.command(epilog=JSON_HELP)
 @click.option(
-    "--steps", type=click.IntRange(min=1), help="Optimizer steps.  [default: 80; 40 with --parallel]"
+    "--steps", type=click.IntRange(min=1), help="Optimizer steps.  [default: 80; with --parallel 40]"
 )
 @click.option("--ranks", type=click.IntRange(min=1), help="Training processes.  [default: 4]")
-@click.option("--faults", type=click.IntRange(min=0), help="How many.  [default: 10; 2 to 6 with --parallel]")
+@click.option("--faults", type=click.IntRange(min=0), help="How many.  [default: 10; with --parallel 2 to 6]")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the training and of the faults.")
 @click.option(
     "--standby",

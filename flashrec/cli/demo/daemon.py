@@ -103,22 +103,22 @@ class SeparateDaemon:
                 raise EnvironmentFault(f"the daemon did not start: {text or 'no output'}")
             time.sleep(0.01)
 
+    def rank_pids(self) -> list[int]:
+        """Of the job's ranks, if it is running with all of them; else nothing."""
+        if daemon_runs_in(self.run_dir):
+            with Client(self.run_dir) as client, contextlib.suppress(DaemonUnavailable):
+                job = ask_status(client)["job"]
+                if job is not None and job["status"] == RUNNING:
+                    pids = [rank["pid"] for rank in job["ranks"]]
+                    return pids if None not in pids else []
+        return []
+
     def kill(self) -> None:
         """SIGKILL, and wait for the death."""
         assert self._process is not None
         self._process.kill()
         if self._process.wait() != -signal.SIGKILL:
             raise EnvironmentFault(f"the daemon had ended before it was killed: {self._process.returncode}")
-
-    def reap(self, spared: set[int]) -> None:
-        """The ranks of a daemon that was killed are this process's children: the dead ones must not linger.
-
-        `spared`: children that are waited for by whoever started them."""
-        children = Path(f"/proc/self/task/{os.getpid()}/children")
-        for pid in map(int, children.read_text().split()):
-            if pid != self.pid and pid not in spared:
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(pid, os.WNOHANG)
 
     def close(self) -> None:
         if self._process is None:
@@ -155,7 +155,7 @@ class DaemonFault:
     def __init__(self, daemon: SeparateDaemon, step: int) -> None:
         self._daemon = daemon
         self._step = step
-        self._pids: list[int | None] = []
+        self._pids: list[int] = []
         self.strike: DaemonStrike | None = None
 
     @property
@@ -176,23 +176,13 @@ class DaemonFault:
                 self.strike = replace(
                     self.strike, steps_without=meanwhile, started_ns=now, new_pid=self._daemon.pid
                 )
-        elif not self.strike.adopted_ns and self._adopted():
+        elif not self.strike.adopted_ns and self._pids == self._daemon.rank_pids():
             self.strike = replace(self.strike, adopted_ns=time.monotonic_ns())
 
     def _kill(self, committed: int) -> None:
-        self._pids = self._rank_pids()
+        self._pids = self._daemon.rank_pids()
         if not self._pids:
             return  # not just now: a rank is being replaced
         pid, signal_ns = self._daemon.pid, time.monotonic_ns()
         self._daemon.kill()
         self.strike = DaemonStrike(step=committed, pid=pid, signal_ns=signal_ns, died_ns=time.monotonic_ns())
-
-    def _adopted(self) -> bool:
-        return daemon_runs_in(self._daemon.run_dir) and self._rank_pids() == self._pids
-
-    def _rank_pids(self) -> list[int | None]:
-        with Client(self._daemon.run_dir) as client, contextlib.suppress(DaemonUnavailable):
-            job = ask_status(client)["job"]
-            if job is not None and job["status"] == RUNNING:
-                return [rank["pid"] for rank in job["ranks"]]
-        return []
