@@ -13,6 +13,7 @@ are kept when:
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -57,6 +58,8 @@ Words = npt.NDArray[np.uint64]
 
 # Memory is had in slices of this size, so that giving up is possible in between.
 _ALLOCATED_AT_ONCE = 16 << 20
+# Pieces up to this size are gathered before they are copied.
+_GATHERED_BYTES = 1 << 10
 
 
 class GivenUp(Exception):
@@ -277,12 +280,13 @@ class OpenSlot:
         how many bytes were copied, and how many were there already."""
         chunk = self._chunks[index]
         reader = readers[chunk.set_index]
-        data = [np.frombuffer(reader.read_piece(piece), np.uint8) for piece in chunk.pieces]
-        if any(view.nbytes != piece.size_bytes for view, piece in zip(data, chunk.pieces, strict=True)):
+        views = [reader.read_piece(piece) for piece in chunk.pieces]
+        if [view.nbytes for view in views] != [piece.size_bytes for piece in chunk.pieces]:
             raise ValueError(f"the reader of replica set {chunk.set_index} gave too few or too many bytes")
-        # Of the live bytes, not of the copy: if they change while they are copied, which they must not, no
-        # reader takes what has come out.
-        digest = _checksum_of(data)
+        data = _runs(views)
+        # Of the live bytes, not of the copy, and after small ones were gathered: if they change while they are
+        # copied, which they must not, no reader takes what has come out.
+        digest = _checksum_of(views)
         copied = self._slot.put(index, chunk, data, digest)
         self._missing.discard(index)
         return (chunk.size_bytes, 0) if copied else (0, chunk.size_bytes)
@@ -372,12 +376,24 @@ class _MappedSlot:
         self._stores.word(self._words, STATE, SEALED)
 
 
-def _checksum_of(views: Sequence[Bytes]) -> int:
+def _runs(views: Sequence[memoryview]) -> list[Bytes]:
+    """The same bytes in fewer pieces: small ones are gathered, for what each takes on its way is more than its bytes
+    do, and holds the interpreter's lock."""
+    runs: list[Bytes] = []
+    for are_small, group in itertools.groupby(views, lambda view: view.nbytes <= _GATHERED_BYTES):
+        if are_small:
+            runs.append(np.frombuffer(b"".join(group), np.uint8))
+        else:
+            runs += [np.frombuffer(view, np.uint8) for view in group]
+    return runs
+
+
+def _checksum_of(views: Sequence[memoryview]) -> int:
     if len(views) == 1:
-        return xxhash.xxh3_64_intdigest(views[0].data)
+        return xxhash.xxh3_64_intdigest(views[0])
     digest = xxhash.xxh3_64()
     for view in views:
-        digest.update(view.data)
+        digest.update(view)
     return digest.intdigest()
 
 

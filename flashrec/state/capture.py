@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -122,6 +123,7 @@ class Captured:
         # Kept until the tensors change: what would be the same in every step.
         self._structures: dict[int, bytes] = {}
         self._readers: dict[int, LiveTensors] = {}
+        self._copy_readers: dict[int, tuple[list[torch.Tensor | None], LiveTensors]] = {}
         # Gradients of DTensors: how they are spread over the ranks only load_common_state knows.
         self._prepared_grads: dict[str, torch.Tensor] = {}
         self._sets: list[tuple[tuple[int, ...], list[_Held]]] = []
@@ -172,10 +174,13 @@ class Captured:
         held = self._sets[index][1]
         copies = [None if one.grad_of is None else grads[one.grad_of] for one in held] if grads else []
         if any(copy is not None for copy in copies):
-            return LiveTensors(
-                [one.spec for one in held],
-                [one.tensor if copy is None else copy for one, copy in zip(held, copies, strict=True)],
-            )
+            kept = self._copy_readers.get(index)
+            if kept is None or not all(map(is_, copies, kept[0])):
+                tensors = [
+                    one.tensor if copy is None else copy for one, copy in zip(held, copies, strict=True)
+                ]
+                kept = self._copy_readers[index] = (copies, LiveTensors([one.spec for one in held], tensors))
+            return kept[1]
         if index not in self._readers:
             self._readers[index] = LiveTensors([one.spec for one in held], [one.tensor for one in held])
         return self._readers[index]
@@ -332,13 +337,13 @@ class Captured:
     def _hold(self, held: list[_Held]) -> None:
         self._held = held
         self._rank_layout = None
-        self._structures, self._readers = {}, {}
+        self._structures, self._readers, self._copy_readers = {}, {}, {}
 
     def _adopt_grads(self, new: list[tuple[int, torch.Tensor | None]]) -> bool:
         """Take new gradients where they leave the layout as it is; False where they do not."""
         if not new:
             return True
-        self._readers = {}
+        self._readers, self._copy_readers = {}, {}
         holding = {one.grad_of: one for one in self._held if one.grad_of is not None}
         for number, grad in new:
             one = holding.get(number)

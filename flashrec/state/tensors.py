@@ -112,6 +112,33 @@ def _rows(tensor: torch.Tensor, offset: int, size_bytes: int) -> tuple[torch.Ten
     return device_of(tensor).to_host(rows), rows, offset - first * row_bytes
 
 
+class _Memory:
+    """A tensor's own memory as it was looked up once. Whoever has it keeps the memory alive, so that no other can get
+    its address."""
+
+    __slots__ = ("_address", "size_bytes", "whole")
+
+    def __init__(self, tensor: torch.Tensor, whole: memoryview) -> None:
+        self.whole = whole
+        self.size_bytes = whole.nbytes
+        self._address = tensor.data_ptr()
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> _Memory | None:
+        """None where the memory has to be asked for each time: it is not one run of bytes, or would not be if the
+        tensor were conjugated, which its form does not show."""
+        if tensor.is_complex():
+            return None
+        whole = device_of(tensor).direct_bytes(tensor)
+        return None if whole is None else _Memory(tensor, whole)
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Whether it still is the memory of `tensor`, whose storage and form the script may exchange."""
+        return (
+            tensor.data_ptr() == self._address and tensor.nbytes == self.size_bytes and tensor.is_contiguous()
+        )
+
+
 class LiveTensors:
     """The bytes of some live tensors, piece by piece: piece numbers refer to `specs`.
 
@@ -121,13 +148,30 @@ class LiveTensors:
     def __init__(self, specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> None:
         self._specs = specs
         self._tensors = [local_of(tensor) for tensor in tensors]
+        # What the host can address, by position. Asking torch for it takes several microseconds a tensor, under the
+        # interpreter's lock, in every step.
+        self._memories: list[_Memory | None] = [None] * len(self._tensors)
         # Where a tensor's memory is not one run of bytes, a piece is written by reading its surroundings and
         # writing them back, and two threads could undo each other's work.
         self._indirect_write = threading.Lock()
 
     def read_piece(self, piece: Piece) -> memoryview:
         """The piece's bytes: the tensor's own memory where it is contiguous on the host, else a copy."""
-        return read_bytes(self._tensor(piece), piece.offset, piece.size_bytes)
+        end = piece.offset + piece.size_bytes
+        memory = self._memories[piece.tensor_index]
+        if (
+            memory is not None
+            and memory.is_of(self._tensors[piece.tensor_index])
+            and end <= memory.size_bytes
+        ):
+            return memory.whole[piece.offset : end]
+        tensor = self._tensor(piece)
+        self._memories[piece.tensor_index] = memory = _Memory.of(tensor)
+        return (
+            read_bytes(tensor, piece.offset, piece.size_bytes)
+            if memory is None
+            else memory.whole[piece.offset : end]
+        )
 
     def piece_memory(self, piece: Piece) -> memoryview | None:
         """The piece's memory itself, writable, or None where `write_piece` has to be used."""

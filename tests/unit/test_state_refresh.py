@@ -14,9 +14,9 @@ from torch import nn
 
 from flashrec.errors import LayoutMismatch, UsageError
 from flashrec.state.capture import Captured, capture
-from flashrec.state.layout import Layout, RankLayout, ReplicaSet
+from flashrec.state.layout import Layout, Piece, RankLayout, ReplicaSet
 from flashrec.state.private import PrivateState, Redo
-from flashrec.state.tensors import encode
+from flashrec.state.tensors import LiveTensors, encode, spec_of
 from tests.unit.test_state_capture import OPTIMIZERS, Odd, Tied, bits, pair, train
 
 
@@ -110,6 +110,40 @@ def test_a_resized_state_tensor_is_named_when_it_is_read() -> None:
     piece = next(one for one in layout.split(1)[0] if one.tensor_index == index)
     with pytest.raises(UsageError, match=r"'optimizer\.state\.3\.exp_avg'.*resized"):
         reader.read_piece(piece)
+
+
+def test_memory_that_is_exchanged_in_a_tensor_is_read_from_then_on() -> None:
+    tensor = torch.arange(16.0).reshape(4, 4)
+    spec = spec_of("t", tensor)
+    reader, piece = LiveTensors([spec], [tensor]), Piece(0, 4, spec.size_bytes - 4)
+    for exchanged in (
+        lambda data: data,
+        lambda data: data + 1,
+        lambda data: data.t(),  # where it was, and as large, but in another order
+        lambda data: data.t().clone().t(),
+        lambda data: data.t(),
+    ):
+        tensor.data = exchanged(tensor.data)
+        for _ in range(2):
+            assert bytes(reader.read_piece(piece)) == bits(tensor.contiguous())[4:]
+    tensor.mul_(2)
+    assert bytes(reader.read_piece(piece)) == bits(tensor)[4:]
+
+
+def test_noted_gradients_have_one_reader_while_they_are_the_same_objects() -> None:
+    model, optimizer, captured = made(include_grads=True)
+    train(model, optimizer, 1)
+    model(torch.arange(4)).backward()
+    captured.refresh()
+    noted = [None if one.grad is None else one.grad.clone() for one in captured.parameters()]
+    reader = captured.of_set(0, noted)
+    assert captured.of_set(0, list(noted)) is reader
+    assert captured.of_set(0) is not reader
+    others = [None if one is None else one.clone() for one in noted]
+    assert captured.of_set(0, others) is not reader
+    optimizer.state[model.scale]["exp_avg"] = torch.ones_like(model.scale)
+    captured.refresh()
+    assert captured.of_set(0, noted) is not reader
 
 
 def test_gradients_come_go_and_are_replaced() -> None:
