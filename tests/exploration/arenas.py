@@ -4,7 +4,7 @@ When exactly the thread seals a version shows only in what is left where the pro
 so the reduced search (see explore.py) lets the thread's last moment fall there, and nowhere else.
 """
 
-from tests.exploration.model import Config, Content, Kept, Life, Move, Slot, Violation
+from tests.exploration.model import Config, Content, Kept, Life, Move, Regime, Slot, Violation
 
 Arena = tuple[Kept, ...]
 
@@ -32,6 +32,15 @@ def finish(slot: Slot, version: int) -> Slot:
 
 def holds(arena: Arena, version: int) -> bool:
     return any(kept.sealed and kept.content.version == version for kept in arena)
+
+
+def is_safe(slot: Slot, version: int, config: Config) -> bool:
+    """Once the gate of `version` has passed: whether every rank has it. While the regime changes a replacement may not
+    know yet that steps communicate, and seals nothing until the gate has told it: it takes a second fault to lose
+    by that."""
+    if config.regime is Regime.SWITCHING and config.num_faults > 1:
+        return holds(slot.arena, version) and holds(slot.arena, version - 1)
+    return config.regime is not Regime.LIVE
 
 
 def given_up(arena: Arena) -> Arena:

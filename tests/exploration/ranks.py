@@ -22,7 +22,6 @@ from tests.exploration.model import (
     Slot,
     Violation,
 )
-from tests.exploration.model import Regime as InRegime
 
 Phase = ph.Phase
 WAITING = (Phase.PARKED, Phase.HELD, Phase.LEFT)
@@ -190,7 +189,7 @@ def _wait(slot: Slot, proc: Proc, ctx: Context, config: Config) -> tuple[Move, .
             asked=-1,
             proc=proc._replace(promised=0),
         )
-        if config.regime is InRegime.SEALED or arenas.holds(slot.arena, plan.version - 1):
+        if arenas.is_safe(slot, plan.version - 1, config):
             joining = joining._replace(floor=max(slot.floor, plan.version - 1))
         return (Move(f"Form {action.generation}", joining, eager=True, lasting=True),)
     outcomes = []
@@ -299,8 +298,7 @@ def _leave_step(slot: Slot, proc: Proc, ctx: Context, config: Config) -> tuple[M
     whole = slot._replace(proc=proc._replace(private=proc.tensors, note=None, grads=0))
     left = feed(whole, ph.Exit(config.communicates))
     assert left.proc is not None
-    is_sealed = config.regime is InRegime.SEALED or arenas.holds(slot.arena, step)
-    if proc.state.sealing and is_sealed and left.proc.state.version is not None:
+    if proc.state.sealing and arenas.is_safe(slot, step, config) and left.proc.state.version is not None:
         left = left._replace(floor=max(slot.floor, step))
     outcomes = [Move("Exit", left, eager=not config.communicates)]
     if config.communicates and ctx.broken and not proc.state.latched:
