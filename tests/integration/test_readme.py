@@ -1,13 +1,16 @@
 """README.md's script is run as written, and its commands have the options it shows."""
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from tests import readme
+from tests.integration.commands import daemon
 
 FLASHREC = [sys.executable, "-c", "import sys; from flashrec.cli import main; sys.exit(main())"]
 ENVIRONMENT = {"PATH": os.defpath, "PYTHONPATH": f"{readme.ROOT}:{readme.ROOT / 'daemon'}"}
@@ -28,6 +31,26 @@ def test_script_trains_as_shown(tmp_path: Path) -> None:
     losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if " loss " in line]
     assert len(losses) == 40
     assert losses[-1] < losses[0]
+
+
+def test_script_trains_under_torchrun_as_shown(tmp_path: Path) -> None:
+    (snippet,) = readme.snippets("python")
+    (tmp_path / "train.py").write_text(snippet)
+    (shown,) = readme.commands("torchrun")
+    assert ["&"] in readme.commands("flashrecd")
+    run_dir = Path(tempfile.gettempdir()) / "run"
+    with daemon(run_dir):
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", *shown],
+            cwd=tmp_path,
+            env={**ENVIRONMENT, "FLASHREC_DIR": str(run_dir), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    shutil.rmtree(run_dir)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len([line for line in done.stdout.splitlines() if " loss " in line]) == 40
 
 
 @pytest.mark.parametrize("arguments", readme.commands("flashrec"), ids=lambda arguments: arguments[0])

@@ -31,7 +31,15 @@ def test_readme_is_finished() -> None:
     assert not re.search(r"TODO|FIXME|TBD|XXX|lorem", readme.TEXT)
 
 
-@pytest.mark.parametrize("program", ["make", "flashrec"])
+def test_ranks_started_by_hand_are_told_what_they_need() -> None:
+    needed = {"RANK", "WORLD_SIZE", "FLASHREC_JOB"}
+    by_hand = [line for block in readme.snippets("console") for line in block.splitlines() if "RANK=" in line]
+    assert len(by_hand) == 3
+    for line in by_hand:
+        assert needed == set(re.findall(r"\b([A-Z_]+)=", line)), line
+
+
+@pytest.mark.parametrize("program", ["make", "flashrec", "flashrecd", "torchrun"])
 def test_commands_are_found(program: str) -> None:
     """The other tests of this file and of its integration twin would pass on an empty list."""
     assert readme.commands(program)
