@@ -28,6 +28,10 @@ SIZES = {
     "tiny": Size(width=32, num_layers=1, context=16),
     "small": Size(width=192, num_layers=6),
     "large": Size(width=384, num_layers=8),
+    # With AdamW's state about so many MB (10^6 bytes).
+    "8MB": Size(width=96, num_layers=6),
+    "128MB": Size(width=384, num_layers=6),
+    "512MB": Size(width=768, num_layers=6),
 }
 
 

@@ -23,7 +23,8 @@ class Profile:
         self._steps: dict[str, list[tuple[int, int]]] = {}
         self._inner = [0]
         assert engine.state is not None
-        state = engine.state
+        assert engine._keeper is not None
+        state, keeper = engine.state, engine._keeper
         for holder, name, part in (
             (engine, "catch_up", "loop: catch up"),
             (engine, "enter", "loop: enter"),
@@ -37,13 +38,17 @@ class Profile:
             (engine.beacon, "count_collective", "tag: collectives"),
             (engine, "_drain", "link: messages"),
             (engine, "_vote", "gate: vote"),
-            (engine._gate, "agree", "gate: agreement, with waiting"),
+            (engine._assembly, "agree", "gate: agreement, with waiting"),
             (state.redo, "note", "redo: note"),
             (state, "seal_private", "seal: encode"),
             (state.private, "snapshot", "private state: snapshot"),
             (state, "disturbed", "private state: comparison"),
-            (engine._private, "seal", "seal: write"),
+            (keeper, "seal_private", "seal: private"),
+            (keeper._private, "seal", "seal: write"),
             (engine.feed, "position", "seal: data position"),
+            (keeper, "begin_seal", "sealing: begin"),
+            (state, "sealed_parts", "sealing: layout and readers"),
+            (keeper, "finish_seal", "sealing: what is left at the gate"),
         ):
             setattr(holder, name, self._timed(part, getattr(holder, name)))
 

@@ -24,11 +24,12 @@ from benchmarks.model import SIZES
 BUDGET_PERCENT = 1.0
 
 
-def measure(size: str, ranks: int, pairs: int, block_steps: int) -> report.Figures:
+def measure(size: str, ranks: int, pairs: int, block_steps: int, parallel: str = "ddp") -> report.Figures:
     """The figures of one model."""
     with tempfile.TemporaryDirectory(prefix="flashrec-bench-") as folder:
         out = Path(folder)
-        args = ["--size", size, "--pairs", pairs, "--block-steps", block_steps, "--out", out]
+        args = ["--size", size, "--parallel", parallel, "--pairs", pairs]
+        args += ["--block-steps", block_steps, "--out", out]
         with run_job("benchmarks.step_cost_rank", args, ranks=ranks) as job:
             started, cpu = time.monotonic(), cpu_seconds(job.daemon_pid)
             while job.ended is None:
@@ -60,6 +61,10 @@ def compare(found: list[dict[str, Any]]) -> report.Figures:
             "overhead_percent_95": report.bootstrap(over),
             "overhead_us": 1000 * statistics.median(b - a for a, b in zip(bare, ours, strict=True)),
             "pairs": len(over),
+        }
+    if "sealing" in found[0]:
+        figures["sealing"] = {
+            what: statistics.mean(one["sealing"][what] for one in found) for what in found[0]["sealing"]
         }
     names = {name: None for one in found for name in one["parts"]}
     figures["parts"] = {

@@ -71,3 +71,16 @@ def test_sealing_gives_bandwidths_costs_and_memory() -> None:
     for what in ("begin_us", "finish_us"):
         assert size[what]["n"] == 2
     assert 1 <= size["arena_bytes"] / size["held_bytes"] <= 1.05
+
+
+def test_sealing_cost_compares_pairs_and_says_where_the_time_goes() -> None:
+    figures = run("sealing_cost", "--sizes", "tiny", "--ranks", 2, 1, "--pairs", 3, "--block-steps", 4)
+    assert [one["ranks"] for one in figures["sizes"]] == [2, 1]
+    for one in figures["sizes"]:
+        assert one["step_ms"]["pairs"] == 3
+        sealing = one["sealing"]
+        assert sealing["copied_bytes"] + sealing["unchanged_bytes"] == sealing["owned_bytes"]
+        assert sealing["arena_bytes"] >= sealing["held_bytes"]
+        assert one["parts"]["sealing: begin"]["calls"] == 1
+        assert one["parts"]["sealing: what is left at the gate"]["calls"] == 1
+        assert sum(one["summary_us"].values()) == pytest.approx(sum(p["us"] for p in one["parts"].values()))
