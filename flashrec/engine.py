@@ -20,7 +20,7 @@ from flashrec.beacon import Beacon
 from flashrec.data import Feed
 from flashrec.errors import GroupsAborted, RecoveryFailed, StepAbandoned, UsageError
 from flashrec.groups import GroupSet
-from flashrec.keeping import Keeper
+from flashrec.keeping import Keeper, SealedDamaged
 from flashrec.link import DaemonFound, DaemonLost, Incoming, Link
 from flashrec.protected import ProtectedState
 from flashrec.protocol import messages as msg
@@ -563,8 +563,8 @@ class Engine:
         self._forming = self._machine.state.generation
         try:
             effect()
-        except (GroupsAborted, PullCancelled) as error:
-            # A peer may be out of reach though nobody died.
+        except (GroupsAborted, PullCancelled, SealedDamaged) as error:
+            # A peer may be out of reach though nobody died; a version may be of no use.
             if not self.link.parts.aborted(self._machine.state.generation):
                 self.note("forming failed", str(error))
                 self.link.post(ph.Latch(self._machine.state.generation))

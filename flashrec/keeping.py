@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from flashrec.data import Feed
+from flashrec.errors import FlashrecError, IntegrityError
 from flashrec.happenings import Plan
 from flashrec.protected import ProtectedState
 from flashrec.state import tensors
@@ -15,6 +17,10 @@ from flashrec.state.pull import Puller
 from flashrec.state.sealing import Sealer
 
 MAX_SERVED_BYTES = 64 << 20
+
+
+class SealedDamaged(FlashrecError):
+    """What this rank had sealed is not what it was: the plan must do without."""
 
 
 class Keeper:
@@ -102,24 +108,32 @@ class Keeper:
         """Become the plan's version, verified. Returns the sources that were refused, and why.
 
         `served`: waits for what `servers` of the plan send. `address`: of the shard server to pull through; None: from
-        this node's shared memory."""
+        this node's shared memory. Raises SealedDamaged when what this rank has sealed of the version does not match its
+        checksums: it is discarded, and an older one may do. IntegrityError when that is so of what is served."""
         self.num_installs += 1
+        has_own = any(one.version == plan.version for one in self._arena.sealed())
+        try:
+            return self._install(plan, has_own, served, puller, address)
+        except IntegrityError as error:
+            if not has_own:
+                raise
+            self.discard_above(plan.version - 1)
+            raise SealedDamaged(f"version {plan.version} as it was sealed: {error}") from error
+
+    def _install(
+        self,
+        plan: Plan,
+        has_own: bool,
+        served: Callable[[], list[bytes]],
+        puller: Puller,
+        address: str | None,
+    ) -> list[str]:
         state = self._state
         # First, so that loader workers warm up during the pull.
         state.install_private(self._private.read(plan.version), self.feed, self._rank, self._world_size)
-        has_own = any(one.version == plan.version for one in self._arena.sealed())
         own = self._arena.read(plan.version) if has_own else None
-        described = [tensors.decode(payload, MAX_SERVED_BYTES) for payload in served()]
-        parts: dict[tuple[int, ...], list[Part]] = {}
-        sets: dict[tuple[int, ...], ReplicaSet] = {}
-        for ranks, _ in plan.served:
-            if self._rank in ranks:
-                found = [
-                    one for payload in described for one in payload["sets"] if tuple(one["ranks"]) == ranks
-                ]
-                layout = next(one["layout"] for one in found if one["layout"] is not None)
-                sets[ranks] = state.replica_set(ranks, layout)
-                parts[ranks] = [[Source(ExportManifest.from_wire(one["manifest"]), address)] for one in found]
+        payloads = [tensors.decode(payload, MAX_SERVED_BYTES) for payload in served()]
+        sets, parts = self._served_sets(plan, payloads, address)
         for one in own.layout.sets if own is not None else ():
             if one.ranks not in sets:
                 sets[one.ranks] = one
@@ -131,10 +145,26 @@ class Keeper:
         if own is not None:
             state.load_common(own.blob)
         else:
-            common = next(payload["common"] for payload in described if payload["common"] is not None)
+            common = next(payload["common"] for payload in payloads if payload["common"] is not None)
             state.captured.load_common_state(common)
         self._start_sealed = True
         return refused
+
+    def _served_sets(
+        self, plan: Plan, payloads: list[Any], address: str | None
+    ) -> tuple[dict[tuple[int, ...], ReplicaSet], dict[tuple[int, ...], list[Part]]]:
+        """By the ranks that hold it: each of my replica sets that is served from memory, and where its parts are."""
+        sets: dict[tuple[int, ...], ReplicaSet] = {}
+        parts: dict[tuple[int, ...], list[Part]] = {}
+        for ranks, _ in plan.served:
+            if self._rank in ranks:
+                found = [
+                    one for payload in payloads for one in payload["sets"] if tuple(one["ranks"]) == ranks
+                ]
+                layout = next(one["layout"] for one in found if one["layout"] is not None)
+                sets[ranks] = self._state.replica_set(ranks, layout)
+                parts[ranks] = [[Source(ExportManifest.from_wire(one["manifest"]), address)] for one in found]
+        return sets, parts
 
     def _sealed_part(self, rank: int, replicas: ReplicaSet, version: int, address: str | None) -> Source:
         """What `rank` has sealed of `replicas`."""

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from chaos.cues import Cue, fired_path, write_cues
-from chaos.job import Job
+from chaos.cues import Cue, fired_path
+from tests.chaos.started import started
 
 REFUSED = """
 import torch, flashrec
@@ -156,12 +156,3 @@ def test_a_script_that_breaks_its_promise_loses_its_standby_only(folder: Path) -
         job.strike(1, 9)
         assert job.follow().code == 0, job.story()
         assert len(job.final_status["recoveries"]) == 1
-
-
-def started(
-    folder: Path, text: str, *arguments: str, world_size: int, standbys: int, cues: list[Cue] | None = None
-) -> Job:
-    script = folder / "script.py"
-    script.write_text(text)
-    write_cues(folder, cues or [])
-    return Job(folder, script, arguments, world_size=world_size, standbys=standbys)
