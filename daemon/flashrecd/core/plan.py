@@ -120,17 +120,15 @@ def _candidates(inventory: Inventory, live: Iterable[int]) -> set[int]:
 
 def _why(inventory: Inventory, plan: Plan, live: list[int]) -> str:
     forward = [rank for rank in live if inventory.survivors[rank].version != plan.version]
-    says = f"version {plan.version}: held by {_named(rank for rank in live if rank not in set(forward))}"
+    at = [rank for rank in live if inventory.survivors[rank].version == plan.version]
+    clauses = [f"held by {_named(at)}"] if at else []
     if forward:
-        says += f", {_named(forward)} voted and roll forward, since a survivor saw the gate pass"
+        clauses.append(f"{_named(forward)} voted and roll forward, since a survivor saw the gate pass")
     if plan.replaced:
-        says += f", {_named(plan.replaced)} install it"
         servers = sorted({rank for _, servers in plan.served for rank in servers})
-        if servers:
-            says += f" from the memory of {_named(servers)}"
-        elif inventory.sets:
-            says += " from arenas"
-    return says
+        source = f"the memory of {_named(servers)}" if servers else "arenas"
+        clauses.append(f"{_named(plan.replaced)} install it from {source}")
+    return f"version {plan.version}: {', '.join(clauses)}"
 
 
 def _lack(sources: Sources) -> str:
