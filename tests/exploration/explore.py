@@ -1,7 +1,7 @@
 """All interleavings of a small world, breadth first, with the shortest counterexample.
 
 States that differ only by which rank is which are one: nothing in a slot names a rank, so slots are
-sorted. What a process can do is remembered per slot and context, so the real machines are asked once for
+sorted, those of a replica set among themselves. What a process can do is remembered per slot and context, so the real machines are asked once for
 each situation they can be in.
 
 Partial-order reduction. A move is *eager* (see ranks.py) if it commutes with all that anybody else can do
@@ -9,7 +9,9 @@ before it and stays possible meanwhile: a main thread's local actions, unwinding
 message taken up by a rank that does nothing but wait for it. Where there is one it is followed alone: any
 other order leads to the same states. It may be overtaken by the death of its own process; that is followed
 as well where the move is *lasting*, and is otherwise the death after it: memory dies with the process, and
-what was sent may be lost with it. An event that only sends is not lasting for that reason.
+what was sent may be lost with it. An event that only sends is not lasting for that reason. In the sealed
+regime a thread copies tensors meanwhile; its end is no move of its own, but falls where it makes a difference
+(see arenas.py): before a death, a report that the core hears, or a discarding, which then have two outcomes.
 
 What the core hears is eager, too, where it commutes with all else it could hear: a message that changes
 what is known of its sender and no more, or that begins the parking (an abort only adds to what others may
