@@ -34,6 +34,7 @@ class LiveView:
         self._curve = Curve()
         self._began = time.monotonic()
         self._drawn_at = 0.0
+        self._done = 0
         self._live = Live(console=console, auto_refresh=False, transient=True)
 
     def __enter__(self) -> "LiveView":
@@ -51,11 +52,12 @@ class LiveView:
         if now - self._drawn_at < REFRESH_S:
             return
         self._drawn_at = now
-        done = max(0, min((tag.committed if tag is not None else 0) for tag in tags))
+        # A replacement has committed nothing yet, which takes nothing back.
+        self._done = max(self._done, min((tag.committed if tag is not None else 0) for tag in tags))
         faults, width, now_ns = record.reports(), self._live.console.width, time.monotonic_ns()
         table = brief.strike_table if self._settings.brief else fault_table
         parts = [
-            self._head("under flashrec, ranks killed from outside", done),
+            self._head("under flashrec, ranks killed from outside", self._done),
             Text(""),
             rank_grid(tags, faults),
             Text(""),
