@@ -7,6 +7,7 @@ ended. What `runner.py` does around a script happens here inside it: at init(), 
 import atexit
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -56,7 +57,12 @@ def join_from_environment() -> Link | None:
         restarted=_number("TORCHELASTIC_RESTART_COUNT", 0) > 0,
         release=__version__,
     )
-    link = Link(control_address(run_dir), join)
+    # Held while the daemon decides: only a process that has it open can have sent this pid (a container has its own).
+    proof = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        link = Link(control_address(run_dir), join)
+    finally:
+        os.close(proof)
     if link.welcome.replacement:
         print(
             f"flashrec: rank {rank} is back in job {join.job!r}; its state comes from shared memory",
@@ -108,7 +114,7 @@ class _Ending:
         self._pid = os.getpid()
         self._directory = JobDirectory.hold(Path(link.welcome.shm_dir))
         self._failed = False
-        self._code: int | None = 0
+        self._code = 0
         self._next_hook = sys.excepthook
         self._next_exit = sys.exit
         sys.excepthook = self._on_exception
@@ -126,7 +132,7 @@ class _Ending:
         self._next_hook(kind, error, trace)
 
     def _on_sys_exit(self, status: Any = None, /) -> Any:
-        if os.getpid() == self._pid:
+        if os.getpid() == self._pid and threading.current_thread() is threading.main_thread():
             self._code = status if isinstance(status, int) else int(status is not None)
         self._next_exit(status)
 
@@ -145,9 +151,11 @@ class _Ending:
 
     def _leave(self, engine: "Engine | None") -> None:
         try:
-            if engine is not None and not self._code:
+            # Whatever the code: it may be that of an exit which the script caught. One that leaves its loop while
+            # the others go on is found out by them.
+            if engine is not None:
                 engine.leave()
-            self._link.send(msg.Ending(self._link.proc, self._code or 0))
+            self._link.send(msg.Ending(self._link.proc, self._code))
         except BaseException as error:
             traceback.print_exc()
             report(self._link, error)

@@ -30,6 +30,7 @@ from flashrecd.core.state import JobConfig, Status
 from flashrecd.jobrun import JobRun
 from flashrecd.launching import Process
 from flashrecd.supervise import Supervisor
+from flashrecd.supervise.descendants import has_open
 
 JOIN_WAIT_S = 10.0
 ABANDONED_S = 60.0
@@ -47,9 +48,11 @@ def job_name(join: msg.Join) -> str:
 class ExternalProcesses:
     """The source of a job's processes that starts none: `admit()` takes those that come."""
 
-    def __init__(self, label: str, supervisor: Supervisor, awaits: Callable[[], None]) -> None:
-        """`label`: the job's name as its user knows it. `awaits()` is called when one more rank is waited for."""
+    def __init__(self, label: str, run_dir: Path, supervisor: Supervisor, awaits: Callable[[], None]) -> None:
+        """`label`: the job's name as its user knows it. `run_dir`: who joins has it open. `awaits()` is called when one
+        more rank is waited for."""
         self.label = label
+        self._run_dir = run_dir
         self._supervisor = supervisor
         self._awaits = awaits
         self._awaited: dict[int, tuple[Process, asyncio.Future[int]]] = {}
@@ -79,13 +82,19 @@ class ExternalProcesses:
                 del self._awaited[process.rank]
 
     def admit(self, join: msg.Join) -> str | None:
-        """The name under which the process is watched from now on; None while its rank is not awaited. Raises what
-        `Supervisor.adopt` does."""
+        """The name under which the process is watched from now on; None while its rank is not awaited.
+
+        Raises UsageError when it is not who it says, and what `Supervisor.adopt` does."""
         if join.rank not in self._awaited:
             return None
         process, joined = self._awaited[join.rank]
         if joined.done():
             return None
+        if not has_open(join.pid, self._run_dir):
+            raise UsageError(
+                f"rank {join.rank} says that it is process {join.pid}, which is not so here: daemon and ranks must be "
+                "in the same container"
+            )
         self._supervisor.adopt(process.name, join.pid)
         del self._awaited[join.rank]
         self._joins[process.name] = join

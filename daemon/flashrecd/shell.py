@@ -256,7 +256,7 @@ class Daemon:
         self._identities[identity] = proc
 
     def _begin_external(self, name: str, join: msg.Join) -> None:
-        source = ExternalProcesses(join.job, self.supervisor, self._joining.admit)
+        source = ExternalProcesses(join.job, self.run.path, self.supervisor, self._joining.admit)
         self.job = JobRun(
             name,
             external_config(join),

@@ -258,3 +258,14 @@ def test_a_job_whose_ranks_are_gone_waits_for_them_and_says_so(beside: Node) -> 
     )
     kill(rank.pid)
     assert wait_until(lambda: [one["status"] for one in (beside.job() or {})["ranks"]] == ["awaited"] * 2)
+
+
+def test_a_process_that_has_not_asked_is_left_alone(beside: Node) -> None:
+    innocent = beside.start(["sleep", "600"], {})
+    with Stranger(beside) as stranger:
+        join = msg.Join("mine", TRAIN, 0, RANKS, innocent.pid, os.getppid(), False, __version__)
+        assert (
+            f"rank 0 says that it is process {innocent.pid}, which is not so here"
+            in stranger.asks(join).reason
+        )
+    assert innocent.poll() is None

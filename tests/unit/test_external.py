@@ -31,7 +31,14 @@ from flashrecd.launching import Process
 from flashrecd.supervise import Supervisor
 
 LAUNCHER = os.getppid()
+LIAR = 666
 NOBODY = 2**22 + 1  # above any pid there can be
+HERE = Path("/the/run/directory")
+
+
+@pytest.fixture(autouse=True)
+def everybody_is_who_he_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flashrecd.external.has_open", lambda pid, path: pid != LIAR and path == HERE)
 
 
 def join(rank: int, pid: int = 0, **fields: Any) -> msg.Join:
@@ -120,7 +127,7 @@ class Node:
 
     def _begin(self, name: str, first: msg.Join) -> None:
         self.began.append(name)
-        source = ExternalProcesses(first.job, cast(Supervisor, self.watched), self.joining.admit)
+        source = ExternalProcesses(first.job, HERE, cast(Supervisor, self.watched), self.joining.admit)
         self.job = Job(name, first, source, self)
         self.job.feed(ev.Begin())
 
@@ -234,6 +241,16 @@ def test_a_process_that_is_not_there_is_refused_and_its_rank_awaited_further() -
         await node.joins(join(0), join(1))
         assert node.job is not None
         assert node.job.welcomed == [1000, 1001]
+
+    node(test)
+
+
+def test_a_pid_that_is_another_process_here_is_refused_and_nothing_happens_to_that_one() -> None:
+    async def test(node: Node) -> None:
+        await node.joins(join(0, pid=LIAR))
+        (answer,) = node.refused
+        assert "rank 0 says that it is process 666, which is not so here" in answer[2]
+        assert node.watched.pids == {}
 
     node(test)
 
@@ -379,7 +396,7 @@ def test_a_job_that_ended_before_its_first_step_may_begin_anew() -> None:
 
 def test_a_process_that_is_called_off_as_it_comes_lives_until_the_kernel_says_otherwise() -> None:
     async def test(node: Node) -> None:
-        source = ExternalProcesses("run-1", cast(Supervisor, node.watched), lambda: None)
+        source = ExternalProcesses("run-1", HERE, cast(Supervisor, node.watched), lambda: None)
         starting = asyncio.ensure_future(source.start(Process("p0", 0, 0, 1, False)))
         await turn()
         assert source.admit(join(0)) == "p0"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+from pathlib import Path
 from typing import NamedTuple
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -60,6 +61,21 @@ def process_stat(pid: int) -> ProcessStat | None:
         parent=int(fields[1]),
         start_ticks=int(fields[19]),
     )
+
+
+def has_open(pid: int, path: Path) -> bool:
+    """Whether the process has this file or directory open: proof that it is who it says, where `path` is ours alone.
+
+    A number may be another process's here: the sender's, in a container, counts only there."""
+    try:
+        wanted = os.stat(path)
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.stat(f"/proc/{pid}/fd/{fd}"), wanted):
+                    return True
+    except OSError:
+        pass  # it has ended, or is not this user's
+    return False
 
 
 def children_of(pid: int) -> list[int]:
