@@ -129,6 +129,7 @@ def main() -> None:
         model=run.training.model,
         optimizer=run.training.optimizer,
         scheduler=run.scheduler,
+        replicated_over=run.training.replicated_over,
         survive=recipe.survive,
     )
     run.watch_optimizer()

@@ -42,7 +42,10 @@ class Training:
     model       what computes, as the ranks share it
     plain       what holds this rank's parameters (`model`, or the module that it wraps)
     optimizer   of this rank's parameters
+    replicated_over   the ranks that have equal values of the plain tensors (DTensors tell by themselves), if they do
     """
+
+    replicated_over: ProcessGroup | None = None
 
     def __init__(
         self,
@@ -67,7 +70,11 @@ class Training:
 
 
 class TensorParallelTraining(Training):
-    """A model of which some parts are split, and others the same on every rank of a group."""
+    """A model of which some parts are split, and others the same on every rank of `group`."""
+
+    def __init__(self, model: nn.Module, group: ProcessGroup) -> None:
+        super().__init__(model)
+        self.replicated_over = group
 
     def clip_gradients(self, max_norm: float) -> None:
         clip_by_hand(self.model.parameters(), max_norm)
@@ -166,7 +173,7 @@ def tensor_parallel(options: recipe.Options, model: gpt.GPT) -> Training:
         parallelize_module(block, mesh["tensor"], {name: plan[name] for name in names})
     if sharded:
         _shard(options, model, mesh["replica"])
-    return TensorParallelTraining(model)
+    return TensorParallelTraining(model, mesh.get_group("tensor"))
 
 
 def pipelined(options: recipe.Options, model: gpt.GPT) -> Training:

@@ -28,6 +28,7 @@ def main() -> None:
         optimizer=optimizer,
         scheduler=scheduler,
         private=history,
+        replicated_over=training.replicated_over,
         survive=options.survive,
     )
 
