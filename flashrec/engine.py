@@ -257,13 +257,9 @@ class Engine:
         if self.phase is Phase.BUILDING and not self._machine.state.rehearsed:
             self._handle(ph.Rehearsed())  # a script that takes no step has nothing to rehearse
         version = self.version
-        self._settle(ph.Leave())
+        self._settle(ph.Leave(), version)
         while not self.is_at(Phase.GONE) and not self._may_leave_alone():
-            if version is not None and self.version is not None and self.version < version:
-                raise RecoveryFailed(
-                    f"rank {self.rank}: version {version} was lost with another rank, and the loop that would make it "
-                    f"again from version {self.version} is over: a replacement runs the script anew"
-                )
+            self._stay_at(version)
             message = self.link.receive(LOOK_S if self.link.daemon_lost else None)
             if message is not None:
                 self._take(message)
@@ -278,12 +274,22 @@ class Engine:
             return self._patience_left_s() <= 0
         return all_at_their_end(self.shm_dir, self.world_size) or self._patience_left_s() <= 0
 
-    def _settle(self, event: ph.Enter | ph.Leave) -> None:
-        """Enter or Leave; where that means to park, wait for the plan, recover, and try again."""
+    def _stay_at(self, version: int | None) -> None:
+        """Of a rank whose script is over: its vote at an earlier version would be taken for one in a step."""
+        if version is not None and self.version is not None and self.version < version:
+            raise RecoveryFailed(
+                f"rank {self.rank}: version {version} was lost with another rank, and the loop that would make it "
+                f"again from version {self.version} is over: a replacement runs the script anew"
+            )
+
+    def _settle(self, event: ph.Enter | ph.Leave, version: int | None = None) -> None:
+        """Enter or Leave; where that means to park, wait for the plan, recover, and try again. RecoveryFailed where
+        that led back behind `version`."""
         goal = Phase.LEFT if isinstance(event, ph.Leave) else Phase.COMPUTING
         self._drain()
         while self.phase is not goal:
             if self.phase is Phase.IDLE:
+                self._stay_at(version)
                 self._handle(event)
             if self.phase is not goal:
                 self._await(lambda: self.phase in (Phase.IDLE, goal))

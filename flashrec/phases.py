@@ -292,8 +292,9 @@ def _reform(state: RankState) -> Outcome:
         serve: tuple[Action, ...] = (Serve(plan),) if plan.replaced else ()
         first = (*put_back, DiscardAbove(plan.version), *serve)
     else:
-        # From the first byte on it is a mixture, until all is there.
-        state = replace(state, version=None, rehearsed=True)
+        # From the first byte on it is a mixture, until all is there. A rank at its end goes back only where the
+        # last version is lost: its vote is then one for a step again.
+        state = replace(state, version=None, rehearsed=True, closed=False)
         first = (DiscardAbove(plan.version), Install(plan))
     state = replace(state, phase=Phase.REFORMING, latched=False, dirty=False, sealing=plan.sealing)
     return state, (*first, Form(plan.generation))

@@ -90,6 +90,21 @@ RULES: list[tuple[RankState, Any, dict[str, object], tuple[Any, ...]]] = [
         },
         (ph.DiscardAbove(4), ph.Install(ph.Plan(2, 4, (0,))), ph.Form(2)),
     ),
+    # for one that is past its last step, which is lost: what it votes in next is a step again
+    (
+        rank(Phase.PARKED, latched=True, sealing=True, closed=True),
+        ph.Plan(2, 2, (0,), (), True),
+        {
+            "phase": Phase.REFORMING,
+            "generation": 2,
+            "plan": ph.Plan(2, 2, (0,), (), True),
+            "version": None,
+            "rehearsed": True,
+            "latched": False,
+            "closed": False,
+        },
+        (ph.DiscardAbove(2), ph.Install(ph.Plan(2, 2, (0,), (), True)), ph.Form(2)),
+    ),
     # for one that got it while it unwound or rolled forward
     (
         rank(Phase.IDLE, latched=True, plan=PLAN_2, dirty=True),
