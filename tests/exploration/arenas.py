@@ -4,7 +4,7 @@ When exactly the thread seals a version shows only in what is left where the pro
 so the reduced search (see explore.py) lets the thread's last moment fall there, and nowhere else.
 """
 
-from tests.exploration.model import Config, Content, Kept, Life, Move, Regime, Slot, Violation
+from tests.exploration.model import DAMAGED, Config, Content, Kept, Life, Move, Regime, Slot, Violation
 
 Arena = tuple[Kept, ...]
 
@@ -22,10 +22,12 @@ def begin(slot: Slot, tensors: Content, config: Config) -> Slot:
 
 
 def finish(slot: Slot, version: int) -> Slot:
-    """The copy is complete: what is sealed must be what the rank holds."""
+    """The copy is complete: what is sealed must be what the rank holds, if nobody has damaged it since."""
     assert slot.proc is not None
     slot = _completed(slot)
-    if Kept(slot.proc.tensors, True) not in slot.arena:  # type: ignore[arg-type]
+    if not any(
+        kept.content in (slot.proc.tensors, Content(version, DAMAGED)) and kept.sealed for kept in slot.arena
+    ):
         raise Violation(f"version {version} was to be sealed of {slot.proc.tensors}: arena {slot.arena}")
     return slot
 
@@ -40,7 +42,7 @@ def is_safe(slot: Slot, version: int, config: Config) -> bool:
     by that."""
     if config.regime is Regime.SWITCHING and config.num_faults > 1:
         return holds(slot.arena, version) and holds(slot.arena, version - 1)
-    return config.regime is not Regime.LIVE
+    return config.regime is not Regime.LIVE and not config.damages
 
 
 def given_up(arena: Arena) -> Arena:
@@ -71,3 +73,21 @@ def thread_moves(slot: Slot, config: Config) -> tuple[Move, ...]:
     if config.reduced or slot.life is not Life.ALIVE or not is_writing(slot):
         return ()
     return (Move("its thread seals", _completed(slot), lasting=True),)
+
+
+def damages(slot: Slot, config: Config) -> list[Slot]:
+    """What a fault can make of an arena: one of its versions is there, and no longer what was sealed."""
+    if not config.damages:
+        return []
+    intact = [kept for kept in slot.arena if kept.sealed and kept.content.lineage != DAMAGED]
+    return [
+        slot._replace(
+            arena=tuple(
+                [
+                    k._replace(content=k.content._replace(lineage=DAMAGED)) if k == kept else k
+                    for k in slot.arena
+                ]
+            )
+        )
+        for kept in intact
+    ]

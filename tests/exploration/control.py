@@ -257,7 +257,7 @@ class Effects:
                 case ev.Prepare():
                     self._change(action.proc, building=True)
                 case ev.Log() if action.event == "stopping" and "cannot recover" in action.reason:
-                    invariants.at_giving_up(self.slots, bool(self.state.why_sealed))
+                    invariants.at_giving_up(self.slots, self.config.damages)
                 case _:
                     pass
 
@@ -344,7 +344,7 @@ class Effects:
 
     def _plan(self, action: ev.SendPlan) -> None:
         plan = action.plan
-        invariants.at_plan(self.slots, plan, action.sealing)
+        invariants.at_plan(self.slots, plan, action.sealing, self.config.damages)
         sources = {rank for _, servers in plan.served for rank in servers}
         served = {members for members, _ in plan.served}
         for rank, slot in enumerate(self.slots):

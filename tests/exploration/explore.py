@@ -1,8 +1,8 @@
 """All interleavings of a small world, breadth first, with the shortest counterexample.
 
 States that differ only by which rank is which are one: nothing in a slot names a rank, so slots are
-sorted, those of a replica set among themselves. What a process can do is remembered per slot and context, so the real machines are asked once for
-each situation they can be in.
+sorted, those of a replica set among themselves. What a process can do is remembered per slot and context,
+so the real machines are asked once for each situation they can be in.
 
 Partial-order reduction. A move is *eager* (see ranks.py) if it commutes with all that anybody else can do
 before it and stays possible meanwhile: a main thread's local actions, unwinding after a known failure, a
@@ -35,7 +35,7 @@ from functools import partial
 from flashrec import phases as ph
 from flashrecd.core.events import SendPlan
 from flashrecd.core.state import JobState, RankStatus, Status
-from tests.exploration import control, invariants, ranks
+from tests.exploration import arenas, control, invariants, ranks
 from tests.exploration.model import Await, Config, Life, Move, Slot, Violation, World
 from tests.exploration.world import Public, breakable, context, public
 
@@ -56,6 +56,7 @@ class Report:
         c = self.config
         kind = f"{c.regime}{f' {c.sets}' if c.sets else ''}{' and one of all' if c.shared else ''}"
         kind += ", communicating" if c.communicates else ""
+        kind += ", damages" if c.damages else ""
         text = (
             f"{kind}: {c.num_ranks} ranks, {c.steps} steps, {c.num_faults} faults, {c.num_standbys} standbys"
             f"{'' if c.reduced else ', unreduced'}: {self.num_states} states, {self.num_events} events, "
@@ -165,6 +166,15 @@ class Explorer:
             self.death_ids[number] = tuple(self.slot_id(dead) for dead in ranks.deaths(slot, self.config))
         return [(f"! {i} dies", self._moved(state, i, dead, 1)) for dead in self.death_ids[number]]
 
+    def damages(self, state: State, i: int) -> list[tuple[str, State]]:
+        slot = self.slots.values[state[1][i]]
+        assert isinstance(slot, Slot)
+        label = f"! the arena of {i} is damaged"
+        return [
+            (label, self._moved(state, i, self.slot_id(after), 1))
+            for after in arenas.damages(slot, self.config)
+        ]
+
     def successors(self, state: State) -> list[tuple[str, State]]:
         hub, slots, standbys, left, cut = state
         publics = [self.publics[s] for s in slots]
@@ -198,6 +208,8 @@ class Explorer:
             for i, number in enumerate(slots):
                 if publics[i].alive and not (i and number == slots[i - 1]):
                     found.extend(self.deaths(state, i))
+                if self.config.damages and not (i and number == slots[i - 1]):
+                    found.extend(self.damages(state, i))
             if self.config.num_standbys:
                 found.extend(
                     (label, self.pack(after)) for label, after in control.standby_deaths(self.unpack(state))

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from flashrec import phases as ph
 from flashrecd.core.plan import Plan
 from tests.exploration import arenas
-from tests.exploration.model import Content, Life, Proc, Slot, Violation
+from tests.exploration.model import DAMAGED, Content, Life, Proc, Slot, Violation
 
 STEPPING = (ph.Phase.COMPUTING, ph.Phase.GATED, ph.Phase.APPLYING, ph.Phase.TAIL, ph.Phase.CLOSING)
 
@@ -83,7 +83,8 @@ def at_form(slot: Slot, proc: Proc) -> ph.Plan:
     above = [content for content in (*slot.private, *sealed) if content.version > plan.version]
     require(not above, f"{at} with {above} still sealed above it")
     require(proc.tensors in slot.private, f"{at} with {proc.tensors} not sealed: private {slot.private}")
-    same = [content for content in sealed if content.version == plan.version and content != proc.tensors]
+    fitting = (proc.tensors, Content(plan.version, DAMAGED))
+    same = [content for content in sealed if content.version == plan.version and content not in fitting]
     require(not same, f"{at} as {proc.tensors}, and another is sealed: {same}")
     return plan
 
@@ -98,7 +99,7 @@ def at_formed(slots: Sequence[Slot], generation: int) -> None:
     require(len(contents) <= 1, f"generation {generation} starts with different contents: {contents}")
 
 
-def at_plan(slots: Sequence[Slot], plan: Plan, sealing: bool) -> None:
+def at_plan(slots: Sequence[Slot], plan: Plan, sealing: bool, damages: bool) -> None:
     """`slots` as they are at the very moment of the decision, the dead whose death is not known included."""
     floor = max(slot.floor for slot in slots)
     require(plan.version >= floor, f"resuming at {plan.version}, behind {floor}, which every rank had sealed")
@@ -113,10 +114,10 @@ def at_plan(slots: Sequence[Slot], plan: Plan, sealing: bool) -> None:
         held = proc.tensors.version
         if plan.version < held:
             ended = proc.state.closed or proc.state.phase is ph.Phase.LEFT
-            require(not ended, f"rank {rank} is past its last step, and is to make it again")
+            require(not ended or damages, f"rank {rank} is past its last step, and is to make it again")
             require(sealing, f"resuming at {plan.version} loses a step that rank {rank} applied")
             require(
-                held == plan.version + 1,
+                held == plan.version + 1 or damages,
                 f"resuming at {plan.version} loses more than the step of rank {rank}",
             )
             require(rank in plan.replaced, f"rank {rank}, ahead with {proc.tensors}, is not replaced")
@@ -140,7 +141,9 @@ def at_release(slots: Sequence[Slot]) -> None:
     require(len(contents) <= 1, f"the job closes with different contents: {contents}")
 
 
-def at_giving_up(slots: Sequence[Slot], sealing: bool) -> None:
+def at_giving_up(slots: Sequence[Slot], damages: bool) -> None:
+    if damages:  # what one fault spoils was perhaps to make up for another
+        return
     holders = [r for r, s in enumerate(slots) if s.life is Life.ALIVE and s.proc and s.proc.tensors]
     require(not holders, f"no version was found, though ranks {holders} hold state")
     floor = max(slot.floor for slot in slots)

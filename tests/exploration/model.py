@@ -26,6 +26,9 @@ class Content(NamedTuple):
     lineage: int
 
 
+DAMAGED = -1  # the lineage of bytes that are no longer what was sealed
+
+
 class Kept(NamedTuple):
     """A slot of an arena: tensors that are being copied into it, or are sealed."""
 
@@ -142,6 +145,7 @@ class Config(NamedTuple):
     ] = ()  # unique ranks first; (): one set of all in the live regime, else unique
     shared: bool = False  # besides, every rank is in a set of all
     communicates: bool = False  # a collective runs between gate and exit
+    damages: bool = False  # a fault may also strike the bytes of a sealed version
     private_slots: int = 2
     arena_slots: int = 2
     discards: bool = True

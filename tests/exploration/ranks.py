@@ -11,6 +11,7 @@ from dataclasses import replace
 from flashrec import phases as ph
 from tests.exploration import arenas, invariants
 from tests.exploration.model import (
+    DAMAGED,
     Await,
     Config,
     Content,
@@ -174,6 +175,8 @@ def _wait(slot: Slot, proc: Proc, ctx: Context, config: Config) -> tuple[Move, .
             return ()
         if ctx.source.version != action.plan.version:
             raise Violation(f"{ctx.source} is served, the plan says {action.plan.version}")
+        if ctx.source.lineage == DAMAGED:
+            return (_find_damaged(slot, proc, action.plan, config),)
         mine = [c for c in slot.private if c.version == action.plan.version]
         private = mine[0] if mine else None
         proc = rest._replace(tensors=ctx.source, private=private, note=None)
@@ -204,6 +207,14 @@ def _wait(slot: Slot, proc: Proc, ctx: Context, config: Config) -> tuple[Move, .
         failed = feed(slot._replace(proc=proc._replace(todo=())), ph.Latch(action.generation))
         outcomes.append(Move("forming fails", failed))
     return tuple(outcomes)
+
+
+def _find_damaged(slot: Slot, proc: Proc, plan: ph.Plan, config: Config) -> Move:
+    """The checksums do not match. What it has sealed of the version is discarded, so that no plan asks for it again."""
+    if not arenas.holds(slot.arena, plan.version):
+        return Move("finds its source damaged, and fails", die(slot, exit_code=1), lasting=True)
+    slot = _discard(slot._replace(proc=proc._replace(todo=())), plan.version - 1, config)
+    return Move("finds its source damaged", feed(slot, ph.Latch(plan.generation)), lasting=True)
 
 
 # --- the main thread, with nothing left to carry out ------------------------------------------------------
@@ -258,6 +269,8 @@ def _between_steps(slot: Slot, proc: Proc, config: Config) -> tuple[Move, ...]:
         if state.sealing and not state.closed and not known:
             ends.append(Move("Close", _mark(feed(slot, ph.Close()), Phase.CLOSING)))
         return tuple(ends)
+    if state.leaving and not unsettled:  # its loop is over: a replacement runs the script anew
+        return (Move("cannot make a step again", die(slot, exit_code=1), lasting=True),)
     inside = _mark(feed(slot, ph.Enter()), Phase.COMPUTING)
     return (Move("Enter", inside, eager=known, lasting=not unsettled),)
 

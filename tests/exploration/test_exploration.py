@@ -48,7 +48,7 @@ def test_every_interleaving_of_other_small_worlds(capsys: pytest.CaptureFixture[
     [
         SEALED._replace(num_faults=2, shared=True),
         SEALED._replace(num_faults=2, communicates=True, sets=ALIKE, from_start=False),
-        SEALED._replace(steps=1, num_faults=3, communicates=True, from_start=False),
+        SEALED._replace(num_faults=2, damages=True, from_start=False),
         SEALED._replace(num_ranks=3),
         SEALED._replace(num_ranks=3, steps=1, communicates=True, sets=((0,), (1, 2)), from_start=False),
         SEALED._replace(steps=3, communicates=True, regime=Regime.SWITCHING),

@@ -39,6 +39,7 @@ class LargeWorld(RuleBasedStateMachine):
         regime=st.sampled_from(Regime),
         num_alike=st.integers(1, 3),
         communicates=st.booleans(),
+        damages=st.booleans(),
     )
     def begin(
         self,
@@ -49,12 +50,13 @@ class LargeWorld(RuleBasedStateMachine):
         regime: Regime,
         num_alike: int,
         communicates: bool,
+        damages: bool,
     ) -> None:
         config = Config(num_ranks, 3, num_faults, num_standbys, reduced=False)
         if regime is not Regime.LIVE:
             config = config._replace(regime=regime, private_slots=3, communicates=communicates)
         if regime is Regime.SEALED:
-            config = config._replace(sets=in_sets(num_ranks, num_alike))
+            config = config._replace(sets=in_sets(num_ranks, num_alike), damages=damages)
         self.daemon = Control(config)
         self.world = self.daemon.initial()
         self.held: frozenset[str] = frozenset()

@@ -10,9 +10,19 @@ from typing import NamedTuple
 
 from flashrec import phases as ph
 from flashrecd.core.state import Status
-from tests.exploration import invariants, ranks
+from tests.exploration import arenas, invariants, ranks
 from tests.exploration.control import Control, put, standby_deaths, standby_moves
-from tests.exploration.model import NO_CONTEXT, Config, Content, Context, Life, Slot, Violation, World
+from tests.exploration.model import (
+    DAMAGED,
+    NO_CONTEXT,
+    Config,
+    Content,
+    Context,
+    Life,
+    Slot,
+    Violation,
+    World,
+)
 
 USES_GROUPS = (ph.Phase.COMPUTING, ph.Phase.GATED, ph.Phase.CLOSING, ph.Phase.REFORMING)
 
@@ -102,6 +112,9 @@ def installable(me: Public, mates: Sequence[Public], all_ranks: Sequence[Public]
         found = served_by(servers, me.group) if servers else {None}
     if None in found:
         return None
+    damaged = Content(me.wants, DAMAGED)
+    if damaged in found:
+        return damaged
     if len(found) > 1:
         raise Violation(f"the sources of generation {me.group} are a mixture: {found}")
     return found.pop()
@@ -141,6 +154,11 @@ def faults(world: World, config: Config) -> Iterator[tuple[str, World]]:
         if slot.life is Life.ALIVE:
             for after in ranks.deaths(slot, config):
                 yield f"! rank {rank} dies", put(world, rank, after)._replace(faults=world.faults - 1)
+        for after in arenas.damages(slot, config):
+            yield (
+                f"! the arena of rank {rank} is damaged",
+                put(world, rank, after)._replace(faults=world.faults - 1),
+            )
     yield from standby_deaths(world)
     if config.link_faults:
         for generation in breakable(public(slot, config) for slot in world.slots):
