@@ -159,8 +159,8 @@ MUTANTS = (
     ),
     Mutant(
         "a version is overwritten too early",
-        "no version was found",
-        config=lambda config: config._replace(private_slots=1, num_ranks=2, steps=3),
+        "not sealed: private",
+        config=lambda config: config._replace(private_slots=1),
     ),
     Mutant(
         "rolling forward because all survivors voted",
