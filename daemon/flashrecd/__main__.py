@@ -45,7 +45,11 @@ def main(directory: Path | None, metrics: str | None, owner_pid: int | None) -> 
         if os.getppid() != owner_pid:
             sys.exit(1)
     try:
-        daemon = Daemon(directory or default_run_dir(), metrics_address=_address(metrics))
+        daemon = Daemon(
+            directory or default_run_dir(),
+            metrics_address=_address(metrics),
+            has_owner=owner_pid is not None,
+        )
         asyncio.run(daemon.serve())
     except EnvironmentFault as error:
         print(f"flashrecd: {error}", file=sys.stderr)

@@ -15,6 +15,7 @@ from flashrec.protocol import messages as msg
 from flashrec.protocol.jobdir import JobDirectory
 from flashrec.protocol.tag import Tag, TagReader, tag_path
 from flashrec.state.export import discard_exports
+from flashrecd.adoption import standing
 from flashrecd.core import events as ev
 from flashrecd.core.detection import HEARTBEATS
 from flashrecd.core.job import Core
@@ -22,17 +23,20 @@ from flashrecd.core.state import JobConfig, RankStatus, Status
 from flashrecd.eventlog import EventLog
 from flashrecd.jobmemory import JobMemory
 from flashrecd.launching import SUMMARY_CHARACTERS, Process, Source, last_words
+from flashrecd.records import Records
 from flashrecd.recoveries import Recoveries
 from flashrecd.rendezvous import Rendezvous
 from flashrecd.supervise import Supervisor
 
 COULD_NOT_START = 71  # EX_OSERR
+FAULT_MATTERS = (Status.ADOPTING, Status.RUNNING, Status.PARKING, Status.FORMING)
 CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 
 
 class JobRun:
     """A job from its beginning to its end. `source` brings its processes about, `send(identity, message)` reaches one,
-    `ended(code, reason)` is called once."""
+    `ended(code, reason)` is called once. `directory`: of a job that another daemon began. `recorded`: another daemon
+    may take over, and the ranks wait for it for `patience_s`."""
 
     def __init__(
         self,
@@ -47,6 +51,9 @@ class JobRun:
         shard_address: str,
         send: Callable[[bytes, msg.Message], None],
         ended: Callable[[int, str], None],
+        directory: JobDirectory | None = None,
+        recorded: bool = False,
+        patience_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
@@ -54,11 +61,13 @@ class JobRun:
         self.source = source
         self.core = Core(config)
         self.recoveries = Recoveries(config.world_size)
-        self.directory = JobDirectory.make(name)
+        self.directory = directory or JobDirectory.make(name)
         self.shm_dir = self.directory.path
+        self.records = Records(self.shm_dir, self.log) if recorded else None
         self.memory = JobMemory(self.shm_dir, name, self.log)
         self.processes: dict[str, Process] = {}
         self._pull = pull
+        self._patience_s = patience_s
         self._supervisor = supervisor
         self._log = log
         self._shard_address = shard_address
@@ -74,13 +83,20 @@ class JobRun:
     # --- in ---------------------------------------------------------------------------------------------
 
     def start(self) -> None:
+        self.begin(lambda: self.feed(ev.Begin()))
+
+    def begin(self, how: Callable[[], None]) -> None:
+        """`how` tells the core of the first event."""
         self.source.begin()
-        self.feed(ev.Begin())
+        how()
 
     def feed(self, event: ev.Event) -> None:
         """Tell the core, and do what it answers."""
         before = self.core.state.status
-        for action in self.core.handle(event, self._clock()):
+        actions = self.core.handle(event, self._clock())
+        if self.records is not None:
+            self.records.count(self.core.state)
+        for action in actions:
             self._do(action)
         if before is not self.core.state.status and self.core.state.status is Status.RUNNING:
             # Every replacement has installed what was served: shared memory is the job's to use again.
@@ -97,14 +113,18 @@ class JobRun:
             code = process.said_code
         rank = self.core.rank_of(proc)
         tag = self.tag(rank) if rank is not None else None
-        if rank is not None and self.core.state.status in (Status.RUNNING, Status.PARKING, Status.FORMING):
+        left = tag.step if tag is not None and tag.is_at_end else None
+        over = self.core.state.status is Status.ADOPTING and left is not None
+        if rank is not None and self.core.state.status in FAULT_MATTERS and not over:
             ended = "ended" if code is None else f"exit {code}"
             kind = signal.Signals(number).name if number is not None else ended
             self.recoveries.fault(now, rank, kind, tag)
         if not process.explained and (code or number in CRASHES) and (words := last_words(process.stderr)):
             self.feed(ev.Failed(proc, f"last on stderr: {words}"))
         kept = self.memory.kept(rank) if rank is not None else ((), ())
-        self.feed(ev.Exited(proc, code, number, *kept, tag.step if tag is not None else None))
+        self.feed(ev.Exited(proc, code, number, *kept, tag.step if tag is not None else None, left))
+        if self.records is not None:
+            self.records.ended(process)
         self._task(self._forget(proc))
 
     async def _forget(self, proc: str) -> None:
@@ -163,12 +183,40 @@ class JobRun:
             case msg.Hello():
                 pass
 
-    def hello(self, message: msg.Hello, identity: bytes) -> msg.Message:
-        """Bind a process's identity; the answer is Welcome, or Refused for a stranger."""
+    def hello(self, message: msg.Hello, identity: bytes) -> msg.Refused | None:
+        """Bind a process's identity, and welcome it; or Refused, for a stranger."""
         process = self.processes.get(message.proc)
         if process is None or process.identity is not None:
             return msg.Refused("stranger", f"{message.proc} is not a process this daemon is waiting for")
+        process.identity, process.pid = identity, message.pid
+        self._welcome(process)
+        self.feed(ev.Heartbeat(message.proc))
+        return None
+
+    def rejoin(self, message: msg.Rejoin, identity: bytes) -> msg.Refused | None:
+        """A process of a daemon that has died is there. None: it is adopted."""
+        process = self.processes.get(message.proc)
+        if message.job != self.name or process is None or not process.adopted or process.gone:
+            return msg.Refused(
+                "stranger", f"{message.proc} of job {message.job} is not one that is awaited here"
+            )
+        if (message.pid, message.rank) != (process.pid, process.rank):
+            return msg.Refused(
+                "stranger", f"{message.proc} is not process {message.pid} with rank {message.rank}"
+            )
+        adopted = standing(message, *self.memory.kept(message.rank))
         process.identity = identity
+        self._welcome(process)
+        self.memory.arena_bytes[message.rank] = message.arena_bytes
+        if message.built_offered:
+            self.feed(ev.BuiltOffered())
+        self.feed(adopted)
+        return None
+
+    def _welcome(self, process: Process) -> None:
+        assert process.identity is not None
+        if self.records is not None:
+            self.records.took(process, self.core.state)
         welcome = msg.Welcome(
             proc=process.name,
             job=self.name,
@@ -182,14 +230,12 @@ class JobRun:
             heartbeat_s=self.core.config.suspect_after_s / HEARTBEATS,
             daemon_pid=os.getpid(),
             external=self.core.config.external,
-            patience_s=0.0,
+            patience_s=self._patience_s,
         )
-        self._send(identity, welcome)
+        self._send(process.identity, welcome)
         for message_kept in process.unsent:
-            self._send(identity, message_kept)
+            self._send(process.identity, message_kept)
         process.unsent.clear()
-        self.feed(ev.Heartbeat(message.proc))
-        return welcome
 
     def joined(self, message: msg.Hello, identity: bytes) -> None:
         """Another launcher has started a process that was waited for."""
@@ -203,8 +249,9 @@ class JobRun:
     def tick(self) -> None:
         """A few times a second: what the ranks' tags say, then the clock."""
         for rank, member in enumerate(self.core.state.members):
-            if member.status in (RankStatus.DEAD, RankStatus.DONE):
-                continue
+            process = self.processes.get(member.proc)
+            if member.status in (RankStatus.DEAD, RankStatus.DONE) or process is None or not process.identity:
+                continue  # who has not been heard shows no tag yet: what is there is its predecessor's
             tag = self.tag(rank)
             if tag is not None:
                 self.feed(ev.TagSeen(member.proc, tag.entered, max(tag.step, 0) << 32 | tag.progress))
@@ -265,6 +312,8 @@ class JobRun:
         self.memory.arena_bytes[rank] = message.arena_bytes
         words = self.memory.disagreement(rank), self.memory.shortage()
         self.feed(ev.Protected(message.proc, message.claims, message.why_sealed, *words))
+        if self.records is not None and message.proc in self.processes:
+            self.records.took(self.processes[message.proc], self.core.state)
 
     def _answer_get(self, requester: str, generation: int, key: str, value: bytes) -> None:
         self._to(requester, msg.Value(generation, key, value))
@@ -345,6 +394,8 @@ class JobRun:
         process = self.processes[action.proc]
         process.rank, process.generation = action.rank, action.generation
         self.source.assigned(process)
+        if self.records is not None:
+            self.records.took(process, self.core.state)
         self._to(action.proc, msg.Assign(action.rank, action.generation))
 
     def _kill(self, action: ev.Kill) -> None:

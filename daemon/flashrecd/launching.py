@@ -1,13 +1,15 @@
 """Where the processes of a job come from: a daemon's own start them, and follow what they print."""
 
 import asyncio
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from flashrec.protocol import messages as msg
+from flashrec.protocol.jobfiles import number_of
 from flashrec.protocol.spawn import ProcSpec
 from flashrecd.supervise import Launch, LogLayout, Supervisor, Tail
 
@@ -16,6 +18,7 @@ SUMMARY_CHARACTERS = 300
 LAST_WORDS_BYTES = 4096
 OUTPUT_PAUSE_S = 0.02
 MAX_BYTES_AHEAD = 8 << 20
+ATTACH_S = 10.0  # for a command line to come back to its job, which has ended
 
 
 @dataclass
@@ -34,6 +37,16 @@ class Process:
     said_code: int | None = None  # with which it said it would exit
     stderr: Path | None = None
     unsent: list[msg.Message] = field(default_factory=list)
+    pid: int = 0  # once it has said Hello
+    own_files: bool = True  # False: it prints into those of its rank
+    adopted: bool = False  # another daemon started it
+
+    @classmethod
+    def of(cls, record: msg.ProcessRecord) -> "Process":
+        """One that another daemon has welcomed."""
+        process = cls(record.proc, number_of(record.proc), record.rank, record.generation, record.replacement)
+        process.pid, process.own_files, process.adopted = record.pid, record.own_files, True
+        return process
 
 
 class Source(Protocol):
@@ -80,9 +93,13 @@ class OwnProcesses:
         self._supervisor = supervisor
         self._address = address
         self._tell = tell
+        self.is_expected: Callable[[], bool] = lambda: False
+        """Whether the command line that submitted the job lives, and may yet ask for what is printed."""
         self._tail = Tail(self._output)
         self._followed: dict[str, Process] = {}
         self._following: asyncio.Task[None] | None = None
+        self._unheard: dict[str, Process] = {}  # adopted, and nobody has asked yet for what they print
+        self._rest: list[asyncio.Task[None]] = []  # what those had printed that have ended
         self._source = (-1, "stdout", "")  # rank, stream, process
         self._lines: list[bytes] = []  # of that source, not told yet
         self._lines_end = 0  # in that process's file
@@ -102,15 +119,12 @@ class OwnProcesses:
         self._following = asyncio.get_running_loop().create_task(self._follow_output())
 
     async def start(self, process: Process) -> int:
-        if process.rank is not None and not process.replacement and process.generation == 1:
-            files = self.logs.rank_files(process.rank)
-        else:
-            files = self.logs.standby_files(process.number)
-            if process.rank is not None:
-                self.logs.link_replacement(process.rank, process.number)
+        process.own_files = process.rank is None or process.replacement or process.generation != 1
+        if process.own_files and process.rank is not None:
+            self.logs.link_replacement(process.rank, process.number)
+        files = self._files(process)
         self._followed[process.name] = process
         self._tail.follow(process.name, files)
-        process.stderr = files["stderr"]
         spec = ProcSpec(
             proc=process.name,
             entry=ENTRY,
@@ -127,6 +141,33 @@ class OwnProcesses:
         )
         return await self._supervisor.spawn(spec, self._launch, fresh=self.submit.start_method == "fresh")
 
+    def _files(self, process: Process) -> dict[str, Path]:
+        if process.own_files or process.rank is None:
+            files = self.logs.standby_files(process.number)
+        else:
+            files = self.logs.rank_files(process.rank)
+        process.stderr = files["stderr"]
+        return files
+
+    def take_over(self, processes: Iterable[Process]) -> None:
+        """What they print is passed on once `listen()` was called."""
+        self.has_listener = False
+        self._unheard = {process.name: process for process in processes if process.adopted}
+        for process in self._unheard.values():
+            self._files(process)
+
+    def listen(self, shown: Mapping[tuple[str, str], int]) -> None:
+        """Somebody reads what the processes print, and had got as far as `shown` says, by process and stream."""
+        self.has_listener = True
+        self.output_bytes = self.output_seen_bytes = 0
+        unheard, self._unheard = self._unheard, {}
+        for name, process in unheard.items():
+            files = self._files(process)
+            self._followed[name] = process
+            self._tail.follow(name, files, {stream: shown.get((name, stream), 0) for stream in files})
+            if process.gone:
+                self._rest.append(asyncio.get_running_loop().create_task(self.ended(process)))
+
     def assigned(self, process: Process) -> None:
         assert process.rank is not None
         self.logs.link_replacement(process.rank, process.number)
@@ -139,6 +180,11 @@ class OwnProcesses:
     async def close(self) -> None:
         self._supervisor.stop_fork_server(self._name)
         await self._supervisor.settled(timeout_s=5.0)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ATTACH_S):  # it is about to come, or gone
+                while self._unheard and self.is_expected():
+                    await asyncio.sleep(OUTPUT_PAUSE_S)
+        await asyncio.gather(*self._rest)
         self._tail.close()
         self._flush_output()
         if self._following is not None:

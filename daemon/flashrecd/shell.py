@@ -23,10 +23,12 @@ from flashrec import __version__
 from flashrec.errors import FlashrecError, ProtocolError, UsageError
 from flashrec.protocol import messages as msg
 from flashrec.protocol.codec import MAX_MESSAGE_BYTES, decode, encode
-from flashrec.protocol.jobdir import remove_stale
-from flashrecd import metrics
+from flashrec.protocol.jobdir import JobDirectory, remove_stale
+from flashrec.protocol.jobfiles import lives
+from flashrecd import adoption, metrics
 from flashrecd import status as status_document
 from flashrecd.core import events as ev
+from flashrecd.core.detection import PATIENCE_FACTOR
 from flashrecd.core.state import JobConfig
 from flashrecd.eventlog import EventLog
 from flashrecd.external import ExternalProcesses, Joining, external_config
@@ -51,7 +53,10 @@ ACCEPTED = msg.FROM_PROCESS | msg.FROM_COMMAND
 class Daemon:
     """Serves one run directory until `stop()`."""
 
-    def __init__(self, run_dir: Path, *, metrics_address: tuple[str, int] | None = None) -> None:
+    def __init__(
+        self, run_dir: Path, *, metrics_address: tuple[str, int] | None = None, has_owner: bool = False
+    ) -> None:
+        """`has_owner`: a command line brought this daemon, and both end together: none will take its place."""
         self._started_at = time.monotonic()
         self.run = RunDirectory(run_dir)
         self.log = EventLog(run_dir / "events.jsonl")
@@ -65,6 +70,8 @@ class Daemon:
         self._refusals: Counter[bytes] = Counter()
         self._identities: dict[bytes, str] = {}
         self._metrics_address = metrics_address
+        self._has_owner = has_owner
+        self._last_end: msg.JobEnded | None = None
         self._joining = Joining(lambda: self.job, self._begin_external, self._bind, self._refuse)
         self._outbox: asyncio.Queue[tuple[bytes, bytes]] = asyncio.Queue()
         self._stopped = asyncio.Event()
@@ -91,6 +98,8 @@ class Daemon:
                 stop_metrics = metrics.serve(collector, *self._metrics_address)
             self._socket.bind(self.run.address)
             self.log.write("daemon started", f"pid {os.getpid()}, release {__version__}")
+            if (orphaned := adoption.find(self.run.address, self.log.write)) is not None:
+                self._take_over(orphaned)
             tasks = [loop.create_task(work()) for work in (self._receive, self._deliver, self._tick)]
             stopped = loop.create_task(self._stopped.wait())
             await asyncio.wait([*tasks, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -206,6 +215,8 @@ class Daemon:
         match message:
             case msg.Submit():
                 self._submit(identity, message)
+            case msg.Attach():
+                self._attach(identity, message)
             case msg.Present():
                 if identity == self._client and self._own is not None:
                     self._own.output_seen_bytes = message.num_bytes
@@ -232,7 +243,7 @@ class Daemon:
         if isinstance(message, msg.Join):
             self._joining.take(identity, message)
             return
-        if isinstance(message, msg.Hello):
+        if isinstance(message, msg.Hello | msg.Rejoin):
             if message.release != __version__:
                 self._refuse(
                     identity,
@@ -242,9 +253,12 @@ class Daemon:
             elif self.job is None:
                 self._refuse(identity, "stranger", f"no job runs here that {message.proc} could belong to")
             else:
-                answer = self.job.hello(message, identity)
-                if isinstance(answer, msg.Refused):
-                    self._refuse(identity, answer.kind, answer.reason)
+                if isinstance(message, msg.Hello):
+                    refused = self.job.hello(message, identity)
+                else:
+                    refused = self.job.rejoin(message, identity)
+                if refused is not None:
+                    self._refuse(identity, refused.kind, refused.reason)
                 else:
                     self._bind(identity, message.proc)
             return
@@ -292,45 +306,97 @@ class Daemon:
         name = secrets.token_hex(3)
         log_dir = Path(message.log_dir) if message.log_dir else self.run.path / "jobs"
         try:
-            self._own = OwnProcesses(
-                name,
-                message,
-                supervisor=self.supervisor,
-                log_dir=log_dir,
-                address=self.run.address,
-                tell=lambda note: self._reply(self._client, note),
-            )
-            self.job = JobRun(
-                name,
-                JobConfig(
-                    world_size=message.world_size,
-                    num_standbys=message.num_standbys,
-                    max_restarts=message.max_restarts,
-                    suspect_after_s=message.suspect_after_s,
-                ),
-                self._own,
-                target=message.target,
-                pull=message.pull,
-                supervisor=self.supervisor,
-                log=self.log,
-                shard_address=self._shards.address,
-                send=self._reply,
-                ended=self._job_ended,
-            )
-            if message.pull == "zmq":
-                self._shards.start(self.job.shm_dir)
+            job, own = self._run_own(name, message, log_dir)
         except BaseException:
             os.close(client_pidfd)
-            if self.job is not None:  # else it would keep the daemon busy, and never start
-                self.job.directory.remove()
-            self.job = self._own = None
             raise
-        self._client, self._client_pidfd = identity, client_pidfd
-        asyncio.get_running_loop().add_reader(client_pidfd, self._client_ended)
-        self.store.put(f"job/{name}", os.fsencode(message.target), None)
+        self._client = identity
+        self._watch_client(client_pidfd)
+        if job.records is not None:
+            job.records.describe(name, message, self.run.address, log_dir)
+        self._reply(identity, self._submitted(own, job))
+        job.start()
+
+    def _run_own(
+        self, name: str, submit: msg.Submit, log_dir: Path, directory: JobDirectory | None = None
+    ) -> tuple[JobRun, OwnProcesses]:
+        """The job, which has not begun, and what starts its processes. `directory`: another daemon had begun it."""
+        config = JobConfig(
+            world_size=submit.world_size,
+            num_standbys=submit.num_standbys,
+            max_restarts=submit.max_restarts,
+            suspect_after_s=submit.suspect_after_s,
+        )
+        own = OwnProcesses(
+            name,
+            submit,
+            supervisor=self.supervisor,
+            log_dir=log_dir,
+            address=self.run.address,
+            tell=lambda note: self._reply(self._client, note),
+        )
+        own.is_expected = lambda: self._client is None and self._client_pidfd >= 0
+        job = JobRun(
+            name,
+            config,
+            own,
+            target=submit.target,
+            pull=submit.pull,
+            supervisor=self.supervisor,
+            log=self.log,
+            shard_address=self._shards.address,
+            send=self._reply,
+            ended=self._job_ended,
+            directory=directory,
+            recorded=not self._has_owner,
+            patience_s=0.0 if self._has_owner else PATIENCE_FACTOR * submit.suspect_after_s,
+        )
+        try:
+            if submit.pull == "zmq":
+                self._shards.start(job.shm_dir)
+        except BaseException:  # else it would keep the daemon busy, and never start
+            job.directory.remove()
+            raise
+        self.job, self._own = job, own
+        self.store.put(f"job/{name}", os.fsencode(submit.target), None)
         self.log.listener = lambda line: self._reply(self._client, msg.Happened(line))
-        self._reply(identity, msg.Submitted(name, str(log_dir / name), str(self.job.shm_dir), os.getpid()))
-        self.job.start()
+        return job, own
+
+    def _submitted(self, own: OwnProcesses, job: JobRun) -> msg.Submitted:
+        return msg.Submitted(job.name, str(own.logs.log_dir / job.name), str(job.shm_dir), os.getpid())
+
+    def _watch_client(self, pidfd: int) -> None:
+        self._client_pidfd = pidfd
+        asyncio.get_running_loop().add_reader(pidfd, self._client_ended)
+
+    def _take_over(self, orphaned: adoption.Orphaned) -> None:
+        """Go on with the job of a daemon that has died in this run directory."""
+        record, submit = orphaned.record, orphaned.submit
+        job, own = self._run_own(record.job, submit, Path(record.log_dir), orphaned.directory)
+        if lives(submit.pid, record.client_ticks):
+            with contextlib.suppress(OSError):
+                self._watch_client(os.pidfd_open(submit.pid))
+        job.begin(lambda: adoption.take_over(job, orphaned, self.supervisor))
+        own.take_over(job.processes.values())
+        if self._client_pidfd < 0:
+            self._client_ended()
+
+    def _attach(self, identity: bytes, message: msg.Attach) -> None:
+        """The command line that submitted a job to the daemon before this one."""
+        if message.release != __version__:
+            reason = f"the daemon is flashrec {__version__}, the command line {message.release}"
+            self._refuse(identity, "version", reason)
+        elif self.job is not None and self._own is not None and self.job.name == message.job:
+            if message.pid != self._own.submit.pid or self._client is not None:
+                self._reply(identity, msg.Refused("job", f"job {message.job} is another command line's"))
+                return
+            self._client = identity
+            self._reply(identity, self._submitted(self._own, self.job))
+            self._own.listen({(proc, stream): end for proc, stream, end in message.shown})
+        elif self._last_end is not None and self._last_end.job == message.job:
+            self._reply(identity, self._last_end)
+        else:
+            self._reply(identity, msg.Refused("job", f"no job {message.job} runs here"))
 
     def _signal_rank(self, identity: bytes, message: msg.SignalRank) -> None:
         if message.signal not in set(signal.Signals):
@@ -357,7 +423,8 @@ class Daemon:
         self._shards.stop()
         self.store.delete(f"job/{self.job.name}")
         self.log.listener = None
-        self._reply(self._client, msg.JobEnded(self.job.name, code, reason))
+        self._last_end = msg.JobEnded(self.job.name, code, reason)
+        self._reply(self._client, self._last_end)
         self.job = self._own = None
         self._forget_client()
 

@@ -34,12 +34,34 @@ class Client:
         self.private = private  # the daemon is this command's own
         self._poller = zmq.Poller()
         self._signals = -1
+        self._daemon = -1  # pidfd
+        self.daemon_gone = False
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 1000)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self._socket.connect(control_address(run_dir))
-        self._poller.register(self._socket, zmq.POLLIN)
+        self._socket = self._connect()
+
+    def _connect(self) -> "zmq.Socket[bytes]":
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 1000)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        socket.connect(control_address(self.run_dir))
+        self._poller.register(socket, zmq.POLLIN)
+        return socket
+
+    def watch_daemon(self, pid: int) -> None:
+        """From now on `daemon_gone` says whether that process has ended, which ends a `receive()` at once."""
+        try:
+            self._daemon = os.pidfd_open(pid)
+        except OSError:
+            self.daemon_gone = True
+            return
+        self._poller.register(self._daemon, zmq.POLLIN)
+        self.daemon_gone = False
+
+    def reconnect(self) -> None:
+        """To whichever daemon is there now: what was said to the last one, and not read, is void."""
+        self._poller.unregister(self._socket)
+        self._socket.close(linger=0)
+        self._socket = self._connect()
 
     @contextlib.contextmanager
     def woken_by_signals(self) -> Iterator[None]:
@@ -62,6 +84,9 @@ class Client:
         ready = dict(self._poller.poll(max(0, int(timeout_s * 1000))))
         if self._signals in ready:
             os.read(self._signals, 4096)
+        if self._daemon in ready:
+            self._forget_daemon()
+            self.daemon_gone = True
         if self._socket not in ready:
             return None
         return decode(self._socket.recv(), msg.TO_COMMAND)
@@ -82,8 +107,15 @@ class Client:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._socket.close()
+        self._forget_daemon()
+        self._socket.close(linger=0 if self.daemon_gone else None)
         self._context.term()
+
+    def _forget_daemon(self) -> None:
+        if self._daemon >= 0:
+            self._poller.unregister(self._daemon)
+            os.close(self._daemon)
+        self._daemon = -1
 
 
 def connect(run_dir: Path | None) -> Client:

@@ -14,13 +14,19 @@ from typing import Any
 
 import click
 
+from flashrec import __version__
 from flashrec.cli.client import Client, connect, daemon_runs_in, private_daemon
 from flashrec.cli.submit import submit_from_here
 from flashrec.errors import DaemonUnavailable, ProtocolError, UsageError
 from flashrec.protocol import messages as msg
+from flashrec.protocol.jobdir import remove_stale
+from flashrec.protocol.jobfiles import end_processes
 from flashrec.protocol.places import default_run_dir
 
 PRESENT_S = 1.0
+LOOK_S = 0.2  # for another daemon, when the job's is gone
+ATTACH_S = 5.0  # for its answer
+GONE_S = 5.0  # for killed processes to be gone
 TELL_BYTES = 256 << 10
 INTERRUPTED = 130
 # What a person should see of a recovery without asking: that there is one, why, and that it is over.
@@ -187,6 +193,10 @@ class Submission:
         self._shown = shown
         self._show_events = show_events
         self._world_size = submit.world_size
+        self._pid = submit.pid
+        self._outputs: dict[tuple[str, str], int] = {}  # how far each process's streams were shown
+        self._orphaned = False
+        self._attach_at = 0.0
         self._interrupts = 0
         self._passed_on = 0
         self._writing = False
@@ -200,6 +210,7 @@ class Submission:
         self.shm_dir = Path(answer.shm_dir)
         self.log_dir = Path(answer.log_dir)
         self.ended: msg.JobEnded | None = None
+        client.watch_daemon(answer.daemon_pid)
 
     def follow(self) -> int:
         """Until the job's end; returns its exit code."""
@@ -220,20 +231,38 @@ class Submission:
     def poll(self, timeout_s: float) -> msg.Message | None:
         """One message, dealt with; None if none came."""
         self._pass_on_interrupts()
+        if self.ended is not None:
+            return None
         now = time.monotonic()
-        if now > self._present_at or self._num_bytes >= self._num_told + TELL_BYTES:
+        if self._orphaned:
+            self._look_for_daemon()
+            timeout_s = min(timeout_s, LOOK_S)
+        elif now > self._present_at or self._num_bytes >= self._num_told + TELL_BYTES:
             self._present_at, self._num_told = now + PRESENT_S, self._num_bytes
             self._client.send(msg.Present(self.job, self._num_bytes))
         message = self._client.receive(timeout_s)
+        if message is None and self._client.daemon_gone and not self._orphaned:
+            message = self._client.receive(LOOK_S)  # its last words may still be under way
         match message:
             case None:
-                if not daemon_runs_in(self._client.run_dir):
-                    raise DaemonUnavailable(self._orphaned())
+                if self._client.daemon_gone and not self._orphaned:
+                    self._be_orphaned()
             case msg.Output():
                 self._num_bytes += len(message.data) + msg.OUTPUT_OVERHEAD_BYTES
                 self._writing = True
                 self._show(message)
                 self._writing = False
+                self._outputs[message.proc, message.stream] = message.end
+            case msg.Submitted():
+                self._orphaned = False
+                self._num_bytes = self._num_told = 0
+                self._client.watch_daemon(message.daemon_pid)
+                self._say(f"daemon {message.daemon_pid} goes on with job {self.job}")
+            case msg.Refused() if self._orphaned:
+                raise DaemonUnavailable(
+                    f"the daemon of job {self.job} is gone, and the one that took its place does not know how it "
+                    f"went on ({message.reason}); what its ranks printed is in {self.log_dir}"
+                )
             case msg.Happened():
                 self._show_event(json.loads(message.line))
             case msg.JobEnded():
@@ -259,13 +288,48 @@ class Submission:
         name = event["event"] if self._show_events is None else SHOWN_EVENTS.get(event["event"])
         print(f"flashrec: {name or event['event']}{where}: {event['reason']}", file=sys.stderr, flush=True)
 
-    def _orphaned(self) -> str:
+    # --- without a daemon ---------------------------------------------------------------------------------
+
+    def _be_orphaned(self) -> None:
         if self._client.private:
-            return f"the daemon of job {self.job} is gone, and the job with it"
-        return (
-            f"the daemon of job {self.job} is gone. Its ranks train on for as long as none of them is lost; "
-            f"what they print is in {self.log_dir}"
+            raise DaemonUnavailable(f"the daemon of job {self.job} is gone, and the job with it")
+        self._orphaned = True
+        self._say(
+            f"the daemon of job {self.job} is gone; training goes on, unprotected until another runs: "
+            f"flashrecd --dir {self._client.run_dir}"
         )
+
+    def _look_for_daemon(self) -> None:
+        """Ask the one that is there, if one is, to be attached to the job again."""
+        now = time.monotonic()
+        if now < self._attach_at:
+            return
+        if daemon_runs_in(self._client.run_dir):
+            self._attach_at = now + ATTACH_S
+            self._client.reconnect()
+            shown = tuple((proc, stream, end) for (proc, stream), end in self._outputs.items())
+            self._client.send(msg.Attach(__version__, self.job, self._pid, shown))
+        elif not self.shm_dir.exists():
+            raise DaemonUnavailable(
+                f"the daemon of job {self.job} is gone, and its ranks have ended since: how is not known. What they "
+                f"printed is in {self.log_dir}"
+            )
+
+    def _end_without_daemon(self) -> None:
+        """Nobody else can."""
+        self._say("there is no daemon; the ranks are killed")
+        until = time.monotonic() + GONE_S
+        while self.shm_dir.exists() and time.monotonic() < until:
+            end_processes(self.shm_dir)
+            remove_stale()
+            time.sleep(LOOK_S / 10)
+        self.ended = msg.JobEnded(self.job, INTERRUPTED, "it was interrupted, while it had no daemon")
+
+    @staticmethod
+    def _say(text: str) -> None:
+        print(f"flashrec: {text}", file=sys.stderr, flush=True)
+
+    # --- interrupts ---------------------------------------------------------------------------------------
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
         self._interrupts += 1
@@ -279,4 +343,7 @@ class Submission:
     def _pass_on_interrupts(self) -> None:
         if self._interrupts > self._passed_on:
             self._passed_on = self._interrupts
+            if self._orphaned:
+                self._end_without_daemon()
+                return
             self._client.send(msg.StopJob(self.job, hard=self._interrupts > 1))

@@ -89,15 +89,20 @@ class JobDirectory:
 def remove_stale(parent: Path = PARENT) -> list[Path]:
     """Remove this user's directories that no process holds; returns them."""
     removed = []
-    with contextlib.suppress(OSError):
-        for path in list(parent.iterdir()):
-            match = _NAME.fullmatch(path.name)
-            if not match or int(match[1]) != os.getuid():
-                continue
-            with contextlib.suppress(OSError):  # somebody else's under our name, or just removed
-                if path.lstat().st_uid == os.getuid() and JobDirectory(path, _open(path)).leave():
-                    removed.append(path)
+    for path in job_directories(parent):
+        with contextlib.suppress(OSError):  # somebody else's under our name, or just removed
+            if path.lstat().st_uid == os.getuid() and JobDirectory(path, _open(path)).leave():
+                removed.append(path)
     return removed
+
+
+def job_directories(parent: Path = PARENT) -> list[Path]:
+    """What is called as a directory of this user's jobs is; whose it is, and what, is yet to be seen."""
+    try:
+        matches = [(path, _NAME.fullmatch(path.name)) for path in parent.iterdir()]
+    except OSError:
+        return []
+    return sorted(path for path, match in matches if match and int(match[1]) == os.getuid())
 
 
 def _open(path: Path) -> int:

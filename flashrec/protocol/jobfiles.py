@@ -8,7 +8,9 @@ Each file is one message in the control plane's codec, written beside and then r
 Torch-free.
 """
 
+import contextlib
 import os
+import signal
 import stat
 from pathlib import Path
 from typing import TypeVar
@@ -90,6 +92,26 @@ def number_of(proc: str) -> int:
     if not proc.startswith("p") or not proc[1:].isascii() or not proc[1:].isdecimal():
         raise ProtocolError(f"no process is ever called {proc!r:.40}")
     return int(proc[1:])
+
+
+def lives(pid: int, start_ticks: int) -> bool:
+    """Whether the process of this user that was started then (field 22 of its stat in /proc) has not ended."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_bytes()
+        owner = os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return False
+    fields = text.rpartition(b")")[2].split()  # the name before it may hold anything
+    return int(fields[19]) == start_ticks and fields[0] not in (b"Z", b"X") and owner == os.getuid()
+
+
+def end_processes(directory: Path) -> None:
+    """SIGKILL to every process of a job that has no daemon, and to its process group."""
+    with contextlib.suppress(OSError, ProtocolError):
+        for one in JobFiles(directory).processes():
+            if lives(one.pid, one.start_ticks):
+                with contextlib.suppress(OSError):
+                    os.killpg(one.pid, signal.SIGKILL)  # it leads its session, and so its group
 
 
 def is_ours(directory: Path) -> bool:

@@ -432,7 +432,8 @@ class LedgerRecord:
 @dataclass(frozen=True, slots=True)
 class ProcessRecord:
     """A process that was welcomed. `start_ticks`: its start, which with the pid names it for ever. `own_files`: it
-    prints into files of its own, not into those of a rank's first process."""
+    prints into files of its own, not into those of a rank's first process. `claims` and `why_sealed` as in Protected:
+    its rank's, or None before; the job's."""
 
     proc: str
     pid: int
@@ -441,6 +442,8 @@ class ProcessRecord:
     generation: int
     replacement: bool
     own_files: bool
+    claims: tuple[tuple[tuple[int, ...], str], ...] | None
+    why_sealed: str
 
 
 FROM_PROCESS = (

@@ -164,7 +164,7 @@ def daemon(run_dir: Path, *args: str) -> Iterator[Daemon]:
         if made.process.poll() is None:
             made.process.kill()
             made.process.wait()
-        made.log.unlink()
+        made.log.unlink(missing_ok=True)  # two daemons of a test may have followed each other
 
 
 def rss_kib(pid: int) -> int:

@@ -30,6 +30,7 @@ from flashrec.errors import UsageError, VersionMismatch
 from flashrec.protocol import messages as msg
 from flashrec.protocol.codec import decode, encode
 from tests.integration.commands import (
+    DEADLINE_S,
     LIGHT,
     ROOT,
     WAITING,
@@ -290,31 +291,82 @@ def test_a_daemon_that_is_stopped_ends_its_job(run_dir: Path, tmp_path: Path) ->
         assert re.fullmatch(r"flashrec: job \w+ ended: the daemon was stopped\n", says)
 
 
-def test_ranks_outlive_a_killed_daemon_and_a_new_one_leaves_them_alone(run_dir: Path, tmp_path: Path) -> None:
+def test_another_daemon_adopts_the_ranks_of_one_that_was_killed(run_dir: Path, tmp_path: Path) -> None:
     with (
         daemon(run_dir) as made,
         made.run("--nproc-per-node", "2", script(tmp_path, WAITING), tmp_path) as job,
     ):
         pids = ranks_are_there(tmp_path, 2)
         status = made.status()["job"]
-        shared = Path(status["shm_dir"])
         made.process.kill()
         made.process.wait()
-        _, says = job.communicate(timeout=20)
-        assert job.returncode == 1
-        assert re.match(r"flashrec: the daemon of job \w+ is gone\. Its ranks train on", says)
-        assert status["log_dir"] in says
-    assert shared.exists()
-    with daemon(run_dir) as second:
-        assert shared.exists()
-        assert second.events("cleaned") == []
-        assert all(Path(f"/proc/{pid}").exists() for pid in pids)
+        with daemon(run_dir) as second:
+            assert wait_until(lambda: len(second.events("adopted")) == 2, DEADLINE_S)
+            assert second.events("cleaned") == []
+            now = second.status()["job"]
+            assert [rank["pid"] for rank in now["ranks"]] == pids
+            assert (now["job"], now["status"]) == (status["job"], "starting")
+            (tmp_path / "go").touch()
+            out, says = job.communicate(timeout=DEADLINE_S)
+            assert job.returncode == 0
+            assert sorted(out.splitlines()) == ["[0]: went", "[1]: went"]
+            assert re.match(r"flashrec: the daemon of job \w+ is gone; training goes on", says)
+            assert f"daemon {second.pid} goes on with job {status['job']}" in says
+        assert not Path(status["shm_dir"]).exists()
+
+
+def test_ranks_whose_daemon_stays_away_end_by_themselves(run_dir: Path, tmp_path: Path) -> None:
+    with (
+        daemon(run_dir) as made,
+        made.run("--nproc-per-node", "2", script(tmp_path, WAITING), tmp_path) as job,
+    ):
+        ranks_are_there(tmp_path, 2)
+        status = made.status()["job"]
+        made.process.kill()
+        made.process.wait()
         (tmp_path / "go").touch()
-        assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
-        assert wait_until(lambda: not shared.exists())
-        for rank in range(2):
-            printed = Path(status["log_dir"]) / "attempt_0" / str(rank) / "stdout.log"
-            assert printed.read_text() == "went\n"
+        _, says = job.communicate(timeout=DEADLINE_S)
+        assert job.returncode == 1
+        assert "its ranks have ended since: how is not known" in says
+        assert status["log_dir"] in says
+    assert not Path(status["shm_dir"]).exists()
+    for rank in range(2):
+        printed = Path(status["log_dir"]) / "attempt_0" / str(rank) / "stdout.log"
+        assert printed.read_text() == "went\n"
+
+
+def test_an_interrupt_ends_ranks_that_have_no_daemon(run_dir: Path, tmp_path: Path) -> None:
+    with (
+        daemon(run_dir) as made,
+        made.run("--nproc-per-node", "2", script(tmp_path, WAITING), tmp_path) as job,
+    ):
+        pids = ranks_are_there(tmp_path, 2)
+        shared = Path(made.status()["job"]["shm_dir"])
+        made.process.kill()
+        made.process.wait()
+        job.send_signal(signal.SIGINT)
+        job.communicate(timeout=DEADLINE_S)
+        assert job.returncode == 130
+    assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), DEADLINE_S)
+    assert not shared.exists()
+
+
+def test_a_daemon_ends_the_ranks_whose_command_line_went_away_meanwhile(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    with (
+        daemon(run_dir) as made,
+        made.run("--nproc-per-node", "2", script(tmp_path, WAITING), tmp_path) as job,
+    ):
+        pids = ranks_are_there(tmp_path, 2)
+        shared = Path(made.status()["job"]["shm_dir"])
+        for process in (made.process, job):
+            process.kill()
+            process.wait()
+    with daemon(run_dir) as second:
+        assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), DEADLINE_S)
+        assert wait_until(lambda: not shared.exists(), DEADLINE_S)
+        assert "the command line that submitted the job is gone" in str(second.events("ended"))
 
 
 def test_what_ranks_killed_together_with_their_daemon_left_is_cleaned(run_dir: Path, tmp_path: Path) -> None:

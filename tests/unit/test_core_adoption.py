@@ -19,12 +19,14 @@ WHY = "each rank alone holds a part"
 class Adopting(Driven):
     """A core that has just been told that another ran this job; every rank is awaited."""
 
-    def __init__(self, world_size: int = 3, *, generation: int = 4, **config: Any) -> None:
+    def __init__(
+        self, world_size: int = 3, *, generation: int = 4, claims: Any = None, **config: Any
+    ) -> None:
         self.core = Core(JobConfig(world_size=world_size, **{"num_standbys": 0, **config}))
         self.now = 100.0
         self.actions = []
         self.holders = tuple(f"p{rank + 7}" for rank in range(world_size))
-        self.tell(ev.Adopt(generation, 20, 2, (5, 1), self.holders))
+        self.tell(ev.Adopt(generation, 20, 2, (5, 1), self.holders, claims or (None,) * world_size, ""))
 
     def rejoins(
         self, rank: int, version: int | None, status: RankStatus = LIVE, **more: Any
@@ -264,3 +266,13 @@ def test_it_can_be_stopped_while_ranks_are_awaited() -> None:
     job.has_ended(0)
     job.has_ended(1)
     assert job.only(ev.End).code == 130
+
+
+def test_what_a_dead_rank_alone_held_is_known_from_the_record() -> None:
+    """Else its tensors would not be asked for, and a version be taken that nobody has of them."""
+    own = tuple((((rank,), "digest"),) for rank in range(2))
+    job = Adopting(2, claims=own)
+    job.rejoins(0, 6, PARKED, claims=own[0], why_sealed=WHY, private=(5, 6, 7), sealed=(5, 6))
+    job.has_ended(1, private=(5, 6, 7), sealed=(4, 5))
+    plan = job.only(ev.SendPlan).plan
+    assert (plan.version, plan.replaced) == (5, (0, 1))

@@ -21,7 +21,10 @@ _UNDISTURBED = (RankStatus.LIVE, RankStatus.STARTING, RankStatus.LEFT)
 
 
 def adopt(core: Core, event: ev.Adopt, now: float) -> None:
-    members = tuple(Member(proc, RankStatus.AWAITED) for proc in event.holders)
+    members = tuple(
+        Member(proc, RankStatus.AWAITED, claims=claims)
+        for proc, claims in zip(event.holders, event.claims, strict=True)
+    )
     core._set(
         status=Status.ADOPTING,
         members=members,
@@ -29,6 +32,7 @@ def adopt(core: Core, event: ev.Adopt, now: float) -> None:
         num_launched=event.num_launched,
         restarts=event.restarts,
         tries=event.tries,
+        why_sealed=event.why_sealed,
         deadline=now + ADOPT_FACTOR * core.config.suspect_after_s,
     )
     core._log("adopting", "the daemon that ran this job has died; its ranks are awaited")
@@ -43,7 +47,7 @@ def adopted(core: Core, event: ev.Adopted, now: float) -> None:
         status=event.status,
         version=event.version,
         can_advance=event.can_advance,
-        claims=event.claims,
+        claims=event.claims or core.state.members[rank].claims,
         private=event.private,
         sealed=event.sealed,
         joined=event.generation,

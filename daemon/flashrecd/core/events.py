@@ -23,13 +23,15 @@ class Joined(NamedTuple):
 
 class Adopt(NamedTuple):
     """The daemon that ran this job has died, and left word of what no rank can tell. `holders`: by rank, the process
-    that held it last, "" if it is not known."""
+    that held it last, or a name that none bears. `claims`: by rank, as in Protected; None if it had not protected."""
 
     generation: int
     num_launched: int
     restarts: int
     tries: tuple[int, int]
     holders: tuple[str, ...]
+    claims: tuple[tuple[tuple[tuple[int, ...], str], ...] | None, ...]
+    why_sealed: str
 
 
 class Adopted(NamedTuple):

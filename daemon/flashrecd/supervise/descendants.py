@@ -23,6 +23,7 @@ class ProcessStat(NamedTuple):
     name: str
     state: str
     parent: int
+    session: int
     start_ticks: int
     """Since boot; with the pid it names one process, for ever."""
 
@@ -59,6 +60,7 @@ def process_stat(pid: int) -> ProcessStat | None:
         name=head.partition(b"(")[2].decode(errors="replace"),
         state=fields[0].decode(),
         parent=int(fields[1]),
+        session=int(fields[3]),
         start_ticks=int(fields[19]),
     )
 

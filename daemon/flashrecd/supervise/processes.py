@@ -55,6 +55,7 @@ class _Child:
     server: ForkClient | None = None
     status_tries: int = 0
     adopted: bool = False
+    leads_session: bool = True
 
 
 class Supervisor:
@@ -167,10 +168,14 @@ class Supervisor:
         self._by_name[proc] = child
         return child.pid
 
-    def adopt(self, proc: str, pid: int) -> None:
+    def adopt(
+        self, proc: str, pid: int, *, start_ticks: int | None = None, leads_session: bool = False
+    ) -> None:
         """Watch the running process `pid`, which another program started. Its end is told as `(proc, None, None)`.
 
-        The caller knows that `pid` is alive now and is the process meant: it has just sent a message, say.
+        The caller knows that `pid` is alive now and is the process meant: it has just sent a message, say, or it was
+        started at `start_ticks`. `leads_session`: a supervisor started it, so that its session is its own, and is
+        ended with it.
 
         Raises UsageError (name in use, or the process is watched already), EnvironmentFault (there is no such
         process, or it is another user's).
@@ -185,8 +190,11 @@ class Supervisor:
             child = self._watch(proc, pid)
         except (OSError, OverflowError, ValueError):
             raise EnvironmentFault(f"there is no process {pid} that could be adopted") from None
-        child.adopted = True
+        child.adopted, child.leads_session = True, leads_session
+        stat = process_stat(pid)
         try:
+            if start_ticks is not None and (stat is None or stat.start_ticks != start_ticks):
+                raise ProcessLookupError
             signal.pidfd_send_signal(child.pidfd, 0)
         except OSError:  # it has ended, or a signal to it is not ours to send
             self._loop.remove_reader(child.pidfd)
@@ -202,11 +210,13 @@ class Supervisor:
 
     def kill_group(self, proc: str) -> bool:
         """SIGKILL to the process and its group, also when it is stopped; the rest follows when it is dead. To an
-        adopted process alone: it may share its group with the program that started it."""
+        adopted process alone, unless it leads its session: it may share its group with the program that started it."""
         child = self._by_name.get(proc)
         if child is None:
             return False
-        if not child.adopted:
+        if child.adopted and child.leads_session:
+            self._end_session(child)
+        elif not child.adopted:
             # The zombie is kept until we have seen it, so the number is still this group's.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.pid, signal.SIGKILL)
@@ -363,7 +373,9 @@ class Supervisor:
                 child.server.drain()
                 child.server.close(f"it ended with {_describe(returncode, number)}")
             else:
-                if not child.adopted:
+                if child.adopted and child.leads_session:
+                    self._end_session(child)
+                elif not child.adopted:
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.killpg(child.pid, signal.SIGKILL)
                 del self._by_name[child.proc]
@@ -380,6 +392,27 @@ class Supervisor:
             if self._late_sweep is not None:
                 self._late_sweep.cancel()
             self._late_sweep = self._loop.call_later(_LATE_SWEEP_S, self._sweep)
+
+    def _end_session(self, leader: _Child) -> None:
+        """What an adopted process has started, and not sent into a session of its own. Its zombie is not ours to keep,
+        so its number may be another's: then nothing of the session is left, for a number in use as a session's is not
+        given away."""
+        for name in os.listdir("/proc"):
+            stat = process_stat(int(name)) if name.isdecimal() else None
+            if stat is None or stat.session != leader.pid or int(name) == leader.pid:
+                continue
+            with contextlib.suppress(OSError):
+                pidfd = os.pidfd_open(int(name))
+                try:
+                    again = process_stat(int(name))
+                    if (
+                        again is not None
+                        and again.session == leader.pid
+                        and again.start_ticks == stat.start_ticks
+                    ):
+                        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                finally:
+                    os.close(pidfd)
 
     def _sweep(self) -> None:
         """Kill the children nobody started: what dead processes have left behind."""
