@@ -38,8 +38,8 @@ class Fault:
     recovery; where it has the rank of the one before, it strikes the replacement.
 
     A fault with a place waits until `patience`, a step, for a standby to stand ready, as it would where failures
-    are hours apart; one at a random time does not. Where the steps are short a place may pass unseen again and
-    again: from step `latest` on, if there is one, it strikes wherever the rank is. `others` are killed in the same
+    are hours apart; one at a random time does not. Where steps are short, or the machine is busy, a place may pass
+    unseen again and again: from step `latest` on it strikes wherever the rank is. `others` are killed in the same
     moment, wherever they are.
     """
 
@@ -76,7 +76,7 @@ def schedule_for(settings: Settings) -> Schedule:
     steps, ranks, number, seed = settings.steps, settings.ranks, settings.num_faults, settings.seed
     if settings.fault == "rank":
         faults = make_schedule(steps=steps, ranks=ranks, num_faults=number, seed=seed)
-        return Schedule(faults=[_bounded(fault) for fault in faults] if settings.brief else faults)
+        return Schedule(faults=[_bounded(fault) for fault in faults])
     if settings.fault == "daemon":
         faults = make_groups(1, first=DAEMON_STEP, steps=steps, ranks=ranks, num_faults=number, seed=seed)
         return Schedule(faults=faults, daemon_step=DAEMON_STEP)
