@@ -180,16 +180,18 @@ class InPlaceGroup(ProcessGroup):
 
     def _alone(self, op: str, args: tuple[Any, ...], result: Any) -> Work:
         player = self._shared.player
-        plays = player is not None and (not player.told_only or tells(op, result))
-        if player is not None and plays and player.play(op, self._name, result):
-            return FinishedWork(result, self._peer() if player.source is None else player.source)
-        if op in _NEEDS_A_PEER and object_collective() is not None:
-            root = getattr(args[-1], "rootRank", None)
-            if root is None or root != self._my_rank:
-                raise UsageError(
-                    f"{object_collective()} needs an object from another rank, but no peer is connected "
-                    "and none was recorded: call it before the first step, or in a step"
-                )
+        root = getattr(args[-1], "rootRank", None) if args else None
+        mine = root is not None and root == self._my_rank
+        if player is not None and (not player.told_only or tells(op, result)):
+            if player.told_only and mine and op in _NEEDS_A_PEER:
+                player.skip(op, self._name)  # what I tell others now, and may be of another size than it was
+            elif player.play(op, self._name, result):
+                return FinishedWork(result, self._peer() if player.source is None else player.source)
+        if op in _NEEDS_A_PEER and not mine and object_collective() is not None:
+            raise UsageError(
+                f"{object_collective()} needs an object from another rank, but no peer is connected "
+                "and none was recorded: call it before the first step, or in a step"
+            )
         perform(op, self._my_rank or 0, self._my_size, args)
         return FinishedWork(result, self._peer())
 

@@ -112,6 +112,13 @@ class Player:
     def remaining(self) -> int:
         return len(self._entries)
 
+    def skip(self, op: str, group: str) -> None:
+        """This collective needs no results; one that differs from the record ends it, as in `play`."""
+        if self._entries and (self._entries[0].get("op"), self._entries[0].get("group")) == (op, group):
+            self._entries.popleft()
+        else:
+            self._entries.clear()
+
     def play(self, op: str, group: str, results: Any) -> bool:
         """Fill `results` with what was recorded; False where the caller must do it detached.
 

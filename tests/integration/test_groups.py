@@ -780,8 +780,8 @@ def test_what_ranks_exchanged_is_played_back_to_a_replacement(tmp_path: Path) ->
     assert (tmp_path / "r2").stat().st_mode & 0o777 == 0o600
 
 
-def first_step(rank: Rank) -> dict[str, Any]:
-    """Data, among which there is what a library says only once."""
+def first_step(rank: Rank, said: str) -> dict[str, Any]:
+    """Data, among which there is what a library says only once. `said`: by each rank to all."""
     found: dict[str, Any] = {}
     data = torch.ones(2) * rank.rank
     dist.all_reduce(data)
@@ -800,6 +800,10 @@ def first_step(rank: Rank) -> dict[str, Any]:
             dist.send_object_list([{"shape": [rank.rank]}], after)
         else:
             dist.recv_object_list(words, before)
+    for source in range(rank.size):
+        told: list[Any] = [f"{rank.rank} {said}"]
+        dist.broadcast_object_list(told, source)
+        found[f"from {source}"] = told
     counts = torch.tensor([rank.rank])
     dist.broadcast(counts, 0)
     return found | {"data": data.tolist(), "words": words, "counts": counts.tolist()}
@@ -808,7 +812,7 @@ def first_step(rank: Rank) -> dict[str, Any]:
 def recording_what_is_told(rank: Rank, directory: Path) -> dict[str, Any]:
     groups = formed(rank)
     groups.record_to(directory / f"r{rank.rank}", told_only=True)
-    found = first_step(rank)
+    found = first_step(rank, "then")
     groups.record_to(None)
     groups.close()
     return found
@@ -819,9 +823,9 @@ def playing_what_was_told(rank: Rank, directory: Path) -> tuple[list[dict[str, A
     found = []
     for _ in range(2):  # a rehearsal may be done twice; each hears the same
         groups.play_back(directory / f"r{rank.rank}", told_only=True)
-        found.append(first_step(rank))
+        found.append(first_step(rank, "now, at greater length"))
     with pytest.raises(UsageError, match="recv_object_list"):
-        first_step(rank)  # the record has ended
+        first_step(rank, "later")  # the record has ended
     groups.close()
     return found, "ended"
 
@@ -836,9 +840,11 @@ def test_a_rehearsal_is_told_what_the_first_step_was_told_and_no_data(tmp_path: 
         "data": [6.0, 6.0],
         "words": [{"shape": [1]}],
         "counts": [0],
+        **{f"from {source}": [f"{source} then"] for source in range(4)},
     }
     # A sum as if all held my data, a receive of nothing, and a broadcast that brought nothing.
     made_up = {"activation": [0.0] * 3, "data": [8.0, 8.0], "counts": [2]}
+    made_up |= {"from 2": ["2 now, at greater length"]}
     assert first == second == originals[2] | made_up
 
 

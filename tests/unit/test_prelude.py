@@ -135,3 +135,15 @@ def test_something_else_in_its_place_is_no_record(tmp_path: Path) -> None:
 )
 def test_integers_from_one_peer_tell_a_rank_what_to_do(op: str, result: object, tells: bool) -> None:
     assert collectives.tells(op, result) == tells
+
+
+def test_what_is_skipped_keeps_its_place_and_must_be_what_the_record_has(tmp_path: Path) -> None:
+    record(tmp_path / "r", [torch.ones(2)], [torch.ones(3)], [torch.ones(4)])
+    player = Player(tmp_path / "r")
+    player.skip("broadcast", "world")
+    output = torch.zeros(3)
+    assert player.play("broadcast", "world", [output])
+    assert output.equal(torch.ones(3))
+    player.skip("scatter", "world")
+    assert player.remaining == 0
+    player.skip("broadcast", "world")  # beyond the end
