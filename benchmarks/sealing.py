@@ -10,18 +10,25 @@ seal        begin() and finish() at once: the sealing thread and the caller shar
 thread      the sealing thread alone, while the caller sleeps; `finish` is what is left to do at the gate then
 step        how much longer a step of small matrix products takes while its version is sealed beside it; small ones,
             so that it takes the interpreter's lock as often as a step can
-pull        what a replacement does, from the arena into the tensors, verified in place
+pull        from the arena into the tensors that were sealed, verified in place: memory that is there already
+replace     the same in a fresh process whose optimizer has no state yet, CPU time of all its threads: "cold" has to
+            get the memory for it; "ahead" had it before, as a replacement that rehearses until there is a plan.
+            Beside memcpy in that process
 memory      of the arena, above that of the two versions it holds
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +36,7 @@ import torch
 from torch import nn
 
 from benchmarks import report
+from benchmarks.jobs import ROOT, search_path
 from flashrec.state.arena import Arena
 from flashrec.state.capture import Captured, capture
 from flashrec.state.manifest import Source
@@ -39,19 +47,38 @@ RANK, JOB = 0, "benchmark"
 NUM_LAYERS = 16
 BLOB = bytes(10_000)
 DEADLINE_S = 300
+REPLACED = [(how, what) for how in ("cold", "ahead") for what in ("restore_cpu_gbps", "memcpy_cpu_gbps")]
 
 
-def state_of(size_mb: int) -> tuple[list[torch.Tensor], Captured]:
-    """All tensors of a model and its optimizer, `size_mb` in sum; and the two as they are sealed."""
+def state_of(size_mb: int, *, stepped: bool = True) -> tuple[list[torch.Tensor], Captured]:
+    """All tensors of a model and its optimizer, `size_mb` in sum once it has `stepped`; and the two as they are
+    sealed."""
     side = math.isqrt(size_mb * 1_000_000 // (3 * 4 * NUM_LAYERS))
     model = nn.ModuleList([nn.Linear(side, side) for _ in range(NUM_LAYERS)])
     optimizer = torch.optim.AdamW(model.parameters())
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
+    if stepped:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
     tensors = [parameter.data for parameter in model.parameters()]
     tensors += [value for state in optimizer.state.values() for value in state.values()]
     return tensors, capture(model, optimizer)
+
+
+def restore(directory: Path, captured: Captured) -> None:
+    """Become the newest version that is sealed there."""
+    arena = Arena(directory, RANK, JOB)
+    state = arena.read(arena.sealed()[-1].version)
+    captured.prepare(state.layout)
+    for index, (one, manifest) in enumerate(zip(state.layout.sets, state.manifests, strict=True)):
+        Puller().pull(
+            captured.of_set(index),
+            one.layout,
+            [[Source(manifest)]],
+            version=state.sealed.version,
+            generation=1,
+            deadline_s=DEADLINE_S,
+        )
 
 
 class Bench:
@@ -59,6 +86,7 @@ class Bench:
 
     def __init__(self, directory: Path, size_mb: int) -> None:
         self.directory = directory
+        self.size_mb = size_mb
         self.tensors, self.captured = state_of(size_mb)
         self.layout = self.captured.rank_layout()
         self.size_bytes = self.layout.owned_bytes
@@ -93,16 +121,7 @@ class Bench:
         return begun - started, sealed - started, time.perf_counter() - sealed
 
     def pull(self) -> None:
-        state = Arena(self.directory, RANK, JOB).read(self.version)
-        for index, (one, manifest) in enumerate(zip(state.layout.sets, state.manifests, strict=True)):
-            Puller().pull(
-                self.captured.of_set(index),
-                one.layout,
-                [[Source(manifest)]],
-                version=self.version,
-                generation=1,
-                deadline_s=DEADLINE_S,
-            )
+        restore(self.directory, self.captured)
 
 
 def measure(size_mb: int, rounds: int) -> report.Figures:
@@ -143,6 +162,10 @@ def _measure(bench: Bench, directory: Path, rounds: int) -> report.Figures:
     kept = [tensor.clone() for tensor in bench.tensors]
     bench.change_all()
     figures["pull_gbps"] = gbps(bench.pull)
+    figures["replace"] = {
+        how: _in_fresh_process(bench, directory, options)
+        for how, options in (("cold", ()), ("ahead", ("--ahead",)))
+    }
     assert all(torch.equal(one, other) for one, other in zip(kept, bench.tensors, strict=True))
     figures["arena_bytes"] = sum(path.stat().st_blocks * 512 for path in directory.iterdir())
     figures["held_bytes"] = 2 * (bench.size_bytes + len(BLOB))
@@ -166,6 +189,15 @@ def _step_percent(bench: Bench, rounds: int) -> float:
         bench.sealer.stop()
         ratios.append(100 * (beside / alone - 1))
     return statistics.median(ratios)
+
+
+def _in_fresh_process(bench: Bench, directory: Path, options: Sequence[str]) -> report.Figures:
+    command = [sys.executable, "-m", "benchmarks.restore_rank", "--directory", str(directory)]
+    command += ["--size-mb", str(bench.size_mb), *options]
+    environment = {**os.environ, "PYTHONPATH": search_path()}
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, check=True)
+    figures: report.Figures = json.loads(done.stdout)
+    return figures
 
 
 def _timed(act: Callable[[], object]) -> float:
@@ -209,6 +241,10 @@ def main() -> None:
         )
         for one in sizes
     ]
+    replaced = [
+        (f"{one['size_mb']:.0f} MB", *(f"{one['replace'][how][what]:.2f}" for how, what in REPLACED))
+        for one in sizes
+    ]
     tables = [
         report.table(
             "Sealing and pulling, GB/s", ("", "memcpy", "first", "all", "none", "thread", "pull"), speeds
@@ -217,6 +253,11 @@ def main() -> None:
             "What the caller pays",
             ("", "begin µs", "max", "finish µs", "max", "step +%", "memory +%"),
             costs,
+        ),
+        report.table(
+            "What a replacement does, GB/s of CPU time",
+            ("", *(f"{how}: {what.removesuffix('_cpu_gbps')}" for how, what in REPLACED)),
+            replaced,
         ),
     ]
     report.show({"machine": about, "sizes": sizes}, tables, as_json=options.json)

@@ -158,7 +158,9 @@ class Engine:
         assert self._keeper is not None
         self._keeper.state = state
         state.publish_layout(self.shm_dir, self.rank)
-        if not self.replacement:
+        if self.replacement:
+            self._keeper.get_ready()
+        else:
             self._handle(ph.Protected())
         self._why_sealed = state.why_sealed()
         self._arena_bytes, self._claims = state.arena_bytes(), state.claims()

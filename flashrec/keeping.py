@@ -1,5 +1,6 @@
 """What a rank keeps for the case that it, or another, is lost: what it seals, serves and installs."""
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from flashrec.state.manifest import ExportManifest, Part, Source
 from flashrec.state.private_slots import PrivateSlots
 from flashrec.state.pull import Puller
 from flashrec.state.sealing import Sealer
+from flashrec.state.warming import Warmer
 
 MAX_SERVED_BYTES = 64 << 20
 
@@ -35,6 +37,7 @@ class Keeper:
         self._private = PrivateSlots(shm_dir / "private", rank)
         self._arena = Arena(shm_dir / "arena", rank, job)
         self._made_sealer: Sealer | None = None
+        self._warmer: Warmer | None = None
         self._start_sealed = False
         self.state: ProtectedState | None = None
         self.feed: Feed | None = None
@@ -79,6 +82,14 @@ class Keeper:
         if self.state is not None:
             self.state.forget_sealed(version)
 
+    def get_ready(self) -> None:
+        """A replacement that does not know the plan yet: it will most likely fill what its rank has sealed last."""
+        with contextlib.suppress(IntegrityError):  # install() meets it again, if it matters
+            sealed = self._arena.sealed()
+            if sealed and self._warmer is None:
+                layout = self._arena.read(sealed[-1].version).layout
+                self._warmer = Warmer(self._state.captured.prepare_ahead(layout))
+
     # --- recovery -----------------------------------------------------------------------------------------
 
     def serve(self, plan: Plan) -> bytes | None:
@@ -111,6 +122,8 @@ class Keeper:
         this node's shared memory. Raises SealedDamaged when what this rank has sealed of the version does not match its
         checksums: it is discarded, and an older one may do. IntegrityError when that is so of what is served."""
         self.num_installs += 1
+        if self._warmer is not None:
+            self._warmer.stop()
         has_own = any(one.version == plan.version for one in self._arena.sealed())
         try:
             return self._install(plan, has_own, served, puller, address)
@@ -173,6 +186,8 @@ class Keeper:
         return Source(sealed.manifests[index], address)
 
     def close(self) -> None:
+        if self._warmer is not None:
+            self._warmer.stop()
         if self._made_sealer is not None:
             self._made_sealer.close()
 

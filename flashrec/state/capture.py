@@ -40,8 +40,8 @@ from flashrec.state.names import (
 )
 from flashrec.state.optimizer import OptimizerState
 from flashrec.state.replication import Hint, Holders, Replication
-from flashrec.state.shards import as_described, description, like_parameter, made_like
-from flashrec.state.tensors import DTYPES, LiveTensors, detached_copy, local_of, spec_of
+from flashrec.state.shards import alike, as_described, description, like_parameter, made_like
+from flashrec.state.tensors import DTYPES, LiveTensors, detached_copy, direct_bytes, spec_of
 from flashrec.state.watch import Watch
 
 
@@ -126,6 +126,7 @@ class Captured:
         self._copy_readers: dict[int, tuple[list[torch.Tensor | None], LiveTensors]] = {}
         # Gradients of DTensors: how they are spread over the ranks only load_common_state knows.
         self._prepared_grads: dict[str, torch.Tensor] = {}
+        self._ahead: dict[TensorSpec, torch.Tensor] = {}
         self._sets: list[tuple[tuple[int, ...], list[_Held]]] = []
         self._rank_layout: RankLayout | None = None
         self.refresh()
@@ -191,19 +192,20 @@ class Captured:
         Optimizer state (and, with `include_grads`, gradients) that the layout has is created, with undefined
         values; what it has not is dropped. FSDP2 is brought to where it gathers what is written. Raises
         LayoutMismatch naming the first tensor that the model cannot have; nothing is changed then."""
+        ahead, self._ahead = self._ahead, {}
         holders = self._holders_in(layout)
         wanted = [spec for one in layout.sets for spec in one.layout]
         specs = {spec.name: spec for spec in wanted}
         live = {one.spec.name: one for one in self._look()}
-        owners = {name: owner for state in self._optimizers for name, owner in state.owners(specs)}
-        if self._include_grads:
-            owners |= {f"{name}.grad": parameter for name, parameter in self._parameters}
+        owners = self._owners(specs)
         self._check_can_have(specs, owners)
         held = []
         for spec in wanted:
             one = live.get(spec.name)
             if one is None or one.spec != spec:
-                tensor = made_like(owners[spec.name], DTYPES[spec.dtype], spec.shape)
+                tensor = ahead.get(spec)
+                if tensor is None:
+                    tensor = made_like(owners[spec.name], DTYPES[spec.dtype], spec.shape)
                 one = _Held(spec, tensor, self._holders.get(id(owners[spec.name])))
             one.holders = holders[spec.name]
             held.append(one)
@@ -222,6 +224,28 @@ class Captured:
                     parameter.grad = grad
         self._hold(held)
         self._watch.forget()
+
+    def prepare_ahead(self, layout: RankLayout) -> list[memoryview]:
+        """Make what `prepare(layout)` would have to make, and keep it aside for that. The live objects do not change.
+
+        Returns its memory, to which anything may be written until `prepare` is called."""
+        specs = {spec.name: spec for one in layout.sets for spec in one.layout}
+        for one in self._look():
+            specs.pop(one.spec.name, None)
+        self._ahead = {
+            specs[name]: made_like(owner, DTYPES[specs[name].dtype], specs[name].shape)
+            for name, owner in self._owners(specs).items()
+            if name in specs and specs[name].dtype in DTYPES
+        }
+        found = [direct_bytes(tensor) for tensor in self._ahead.values()]
+        return [memory for memory in found if memory is not None]
+
+    def _owners(self, specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
+        """The parameters whose state, or gradients, tensors of these names would be."""
+        owners = {name: owner for state in self._optimizers for name, owner in state.owners(specs)}
+        if self._include_grads:
+            owners |= {f"{name}.grad": parameter for name, parameter in self._parameters}
+        return owners
 
     def sealing_estimate(self) -> int | None:
         """Bytes of tensor state that this rank will have after the optimizers' first step, beyond what it has now
@@ -347,7 +371,7 @@ class Captured:
         holding = {one.grad_of: one for one in self._held if one.grad_of is not None}
         for number, grad in new:
             one = holding.get(number)
-            if grad is None or one is None or not _alike(grad, one.tensor):
+            if grad is None or one is None or not alike(grad, one.tensor):
                 return False
             one.tensor = grad
         return True
@@ -384,15 +408,3 @@ class Captured:
                 raise LayoutMismatch(
                     f"{spec} of the state to be restored has a dtype this torch does not know"
                 )
-
-
-def _alike(grad: Any, other: Any) -> bool:
-    if type(grad) is not type(other) or (grad.dtype, grad.layout) != (other.dtype, other.layout):
-        return False
-    mine, theirs = local_of(grad), local_of(other)
-    if (mine.shape, mine.device) != (theirs.shape, theirs.device):
-        return False
-    return not torch_private.is_dtensor(grad) or (
-        bool(grad.placements == other.placements and grad.device_mesh == other.device_mesh)
-        and (grad.shape, grad.stride()) == (other.shape, other.stride())
-    )

@@ -39,6 +39,19 @@ def like_parameter(grad: Any, parameter: Any) -> bool:
     return torch_private.is_dtensor(parameter) and bool(grad.placements == parameter.placements)
 
 
+def alike(grad: Any, other: Any) -> bool:
+    """Whether the one could be in the other's place: of the same kind and form, and spread over the same ranks."""
+    if type(grad) is not type(other) or (grad.dtype, grad.layout) != (other.dtype, other.layout):
+        return False
+    mine, theirs = local_of(grad), local_of(other)
+    if (mine.shape, mine.device) != (theirs.shape, theirs.device):
+        return False
+    return not torch_private.is_dtensor(grad) or (
+        bool(grad.placements == other.placements and grad.device_mesh == other.device_mesh)
+        and (grad.shape, grad.stride()) == (other.shape, other.stride())
+    )
+
+
 def as_described(tensor: torch.Tensor, parameter: Any, described: list[Any]) -> torch.Tensor:
     """`tensor` if it is as `described`, else a DTensor that is, over the same memory and on the mesh of
     `parameter`."""

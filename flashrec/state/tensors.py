@@ -67,6 +67,12 @@ def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
     )
 
 
+def direct_bytes(tensor: torch.Tensor) -> memoryview | None:
+    """This rank's memory of `tensor`, writable, where it is one run of bytes that the host can address."""
+    local = local_of(tensor)
+    return device_of(local).direct_bytes(local)
+
+
 def read_bytes(tensor: torch.Tensor, offset: int, size_bytes: int) -> memoryview:
     """Bytes [offset, offset + size_bytes) of the tensor's elements in C order: its own memory where that is
     possible, else a copy of the rows concerned."""

@@ -70,6 +70,8 @@ def test_sealing_gives_bandwidths_costs_and_memory() -> None:
         assert size[f"{what}_gbps"] > 0
     for what in ("begin_us", "finish_us"):
         assert size[what]["n"] == 2
+    for how in ("cold", "ahead"):
+        assert size["replace"][how]["restore_cpu_gbps"] > 0
     assert 1 <= size["arena_bytes"] / size["held_bytes"] <= 1.05
 
 
