@@ -46,7 +46,7 @@ class Orphaned:
 
     directory: JobDirectory
     record: msg.JobRecord
-    submit: msg.Submit
+    submit: msg.Submit | msg.Join
     ledger: msg.LedgerRecord
     processes: tuple[msg.ProcessRecord, ...]
 
@@ -80,8 +80,8 @@ def _read(path: Path, address: str) -> Orphaned | None:
         return None
     if record.release != __version__:
         raise ProtocolError(f"its job is of flashrec {record.release}, this daemon of {__version__}")
-    submit = decode(record.submit, msg.Submit | None)
-    assert isinstance(submit, msg.Submit)
+    submit = decode(record.submit, msg.Submit | msg.Join)
+    assert isinstance(submit, msg.Submit | msg.Join)
     processes = tuple(files.processes())
     if not any(one.rank is not None and lives(one.pid, one.start_ticks) for one in processes):
         raise ProtocolError("no rank of its job lives")
@@ -106,28 +106,29 @@ def take_over(job: JobRun, orphaned: Orphaned, supervisor: Supervisor) -> None:
         why_sealed=next((one.why_sealed for one in last.values() if one.why_sealed), ""),
     )
     job.feed(adopt)
+    ours = isinstance(orphaned.submit, msg.Submit)
     for record in orphaned.processes:
-        if record not in last.values() and _watched(job, record, supervisor):
+        if record not in last.values() and _watched(job, record, supervisor, ours):
             # A standby, which has nobody to wait for any more, or what the last daemon was about to end.
             supervisor.kill_group(record.proc)
     lost = [
         proc
         for proc, holder in zip(adopt.holders, holders, strict=True)
-        if holder is None or not _watched(job, holder, supervisor)
+        if holder is None or not _watched(job, holder, supervisor, ours)
     ]
     for proc in lost:
         job.processes.setdefault(proc, Process(proc, 0, adopt.holders.index(proc), 0, True))
         job.exited(proc, None, None)
 
 
-def _watched(job: JobRun, record: msg.ProcessRecord, supervisor: Supervisor) -> bool:
-    """False: it has ended."""
+def _watched(job: JobRun, record: msg.ProcessRecord, supervisor: Supervisor, ours: bool) -> bool:
+    """False: it has ended. `ours`: a daemon started it, no other launcher."""
     process = Process.of(record)
     job.processes[record.proc] = process
     if not lives(record.pid, record.start_ticks):
         return False
     try:
-        supervisor.adopt(record.proc, record.pid, start_ticks=record.start_ticks, leads_session=True)
+        supervisor.adopt(record.proc, record.pid, start_ticks=record.start_ticks, leads_session=ours)
     except FlashrecError:
         return False
     return True

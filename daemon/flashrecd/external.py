@@ -17,8 +17,8 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from flashrecd.core.state import JobConfig, Status
 from flashrecd.jobrun import JobRun
 from flashrecd.launching import Process
 from flashrecd.supervise import Supervisor
-from flashrecd.supervise.descendants import has_open
+from flashrecd.supervise.descendants import has_open, process_stat
 
 JOIN_WAIT_S = 10.0
 ABANDONED_S = 60.0
@@ -101,6 +101,15 @@ class ExternalProcesses:
         self._watch_launcher(join.launcher_pid)
         joined.set_result(join.pid)
         return process.name
+
+    def take_over(self, first: msg.Join, processes: Iterable[Process]) -> None:
+        """Those that joined a daemon that has died. `first`: the Join that began the job."""
+        for process in processes:
+            stat = process_stat(process.pid)
+            if process.adopted and not process.gone and process.rank is not None and stat is not None:
+                join = replace(first, rank=process.rank, pid=process.pid, launcher_pid=stat.parent)
+                self._joins[process.name] = join
+                self._watch_launcher(stat.parent)
 
     def assigned(self, process: Process) -> None:
         raise AssertionError("an external job has no standbys")

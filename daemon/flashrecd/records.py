@@ -26,7 +26,7 @@ class Records:
         self._holders: dict[int, str] = {}
         self._withdrawn = False
 
-    def describe(self, job: str, submit: msg.Submit, address: str, log_dir: Path) -> None:
+    def describe(self, job: str, submit: msg.Submit | msg.Join, address: str, log_dir: Path) -> None:
         """The job begins."""
         client = process_stat(submit.pid)
         record = msg.JobRecord(

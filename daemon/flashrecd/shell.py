@@ -270,10 +270,21 @@ class Daemon:
         self._identities[identity] = proc
 
     def _begin_external(self, name: str, join: msg.Join) -> None:
+        job, _ = self._run_external(name, join)
+        if job.records is not None:
+            job.records.describe(name, join, self.run.address, self.run.path)
+        job.log("job", f"{join.job!r}: {join.target}, started by process {join.launcher_pid}")
+        job.start()
+
+    def _run_external(
+        self, name: str, join: msg.Join, directory: JobDirectory | None = None
+    ) -> tuple[JobRun, ExternalProcesses]:
+        """The job, which has not begun, and what waits for its processes. `directory`: another daemon had begun it."""
+        config = external_config(join)
         source = ExternalProcesses(join.job, self.run.path, self.supervisor, self._joining.admit)
-        self.job = JobRun(
+        job = JobRun(
             name,
-            external_config(join),
+            config,
             source,
             target=join.target,
             pull="shm",
@@ -282,10 +293,13 @@ class Daemon:
             shard_address=self._shards.address,
             send=self._reply,
             ended=self._job_ended,
+            directory=directory,
+            recorded=not self._has_owner,
+            patience_s=0.0 if self._has_owner else PATIENCE_FACTOR * config.suspect_after_s,
         )
+        self.job = job
         self.store.put(f"job/{name}", os.fsencode(join.target), None)
-        self.job.log("job", f"{join.job!r}: {join.target}, started by process {join.launcher_pid}")
-        self.job.start()
+        return job, source
 
     def _submit(self, identity: bytes, message: msg.Submit) -> None:
         if message.release != __version__:
@@ -372,6 +386,11 @@ class Daemon:
     def _take_over(self, orphaned: adoption.Orphaned) -> None:
         """Go on with the job of a daemon that has died in this run directory."""
         record, submit = orphaned.record, orphaned.submit
+        if isinstance(submit, msg.Join):
+            job, source = self._run_external(record.job, submit, orphaned.directory)
+            job.begin(lambda: adoption.take_over(job, orphaned, self.supervisor))
+            source.take_over(submit, job.processes.values())
+            return
         job, own = self._run_own(record.job, submit, Path(record.log_dir), orphaned.directory)
         if lives(submit.pid, record.client_ticks):
             with contextlib.suppress(OSError):

@@ -48,6 +48,12 @@ class Node:
         self.processes.append(process)
         return process
 
+    def replace_daemon(self) -> None:
+        """It is killed, and another started in its place."""
+        self.daemon.process.kill()
+        self.daemon.process.wait()
+        self.daemon = Daemon(self.daemon.run_dir)
+
     def torchrun(self, script: list[str], *options: str) -> subprocess.Popen[bytes]:
         # Sooner than by default it hears of a death, and starts all ranks again.
         return self.start(
@@ -96,6 +102,7 @@ class Node:
                 process.kill()
                 process.wait()
         self._client.__exit__(None, None, None)
+        self.daemon.stop()
 
 
 @contextlib.contextmanager

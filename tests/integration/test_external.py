@@ -133,13 +133,18 @@ runpy.run_path({train!r}, run_name="__main__")
 """
 
 
+def held_at(step: int, folder: Path) -> tuple[list[str], Path]:
+    """The script with its arguments, and the file."""
+    hold, script = folder / "hold", folder / "held.py"
+    hold.touch()
+    script.write_text(HELD.format(train=TRAIN, hold=str(hold), step=step))
+    return [str(script), *TINY, "--parallel", "ddp", "--out", str(folder)], hold
+
+
 def test_torchrun_itself_is_killed_and_run_again(
     beside: Node, tmp_path: Path, reference: Reference, steps: list[int]
 ) -> None:
-    hold = tmp_path / "hold"
-    hold.touch()
-    (tmp_path / "held.py").write_text(HELD.format(train=TRAIN, hold=str(hold), step=steps[0]))
-    script = [str(tmp_path / "held.py"), *TINY, "--parallel", "ddp", "--out", str(tmp_path)]
+    script, hold = held_at(steps[0], tmp_path)
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "mine"]
     first = beside.torchrun(script, *meeting)
     orphans = beside.trained(steps[0])
@@ -179,6 +184,26 @@ def test_one_rank_is_started_again_by_hand_while_strangers_knock(
         assert stranger.answer().kind == "UsageError"
     assert len(beside.recoveries()) == 1
     is_as_in(reference("fsdp"), tmp_path, 1)
+    assert beside.job() is None
+
+
+def test_the_daemon_is_killed_and_a_rank_after_it(
+    beside: Node, tmp_path: Path, reference: Reference, steps: list[int]
+) -> None:
+    arguments, hold = held_at(steps[0], tmp_path)
+    script = [sys.executable, *arguments]
+    ranks = [beside.start(script, by_hand(rank, "mine")) for rank in range(RANKS)]
+    pids = beside.trained(steps[0])
+    beside.replace_daemon()
+    assert beside.trained(steps[0]) == pids, "the other has adopted them"
+    kill(pids[0])
+    ranks[0].wait()
+    ranks.append(beside.start(script, by_hand(0, "mine")))
+    hold.unlink()
+    for process in ranks[1:]:
+        assert beside.ends(process) == 0, beside.log.read_text()
+    assert len(beside.recoveries()) == 1
+    is_as_in(reference("ddp"), tmp_path, 1)
     assert beside.job() is None
 
 
