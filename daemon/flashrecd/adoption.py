@@ -117,20 +117,21 @@ def take_over(job: JobRun, orphaned: Orphaned, supervisor: Supervisor) -> None:
         if holder is None or not _watched(job, holder, supervisor, ours)
     ]
     for proc in lost:
-        job.processes.setdefault(proc, Process(proc, 0, adopt.holders.index(proc), 0, True))
+        rank = adopt.holders.index(proc)
+        holder = holders[rank]
+        job.processes[proc] = Process.of(holder) if holder else Process(proc, 0, rank, 0, replacement=True)
         job.exited(proc, None, None)
 
 
 def _watched(job: JobRun, record: msg.ProcessRecord, supervisor: Supervisor, ours: bool) -> bool:
-    """False: it has ended. `ours`: a daemon started it, no other launcher."""
-    process = Process.of(record)
-    job.processes[record.proc] = process
+    """Whether it lives; then its end will be told. `ours`: a daemon started it, no other launcher."""
     if not lives(record.pid, record.start_ticks):
         return False
     try:
         supervisor.adopt(record.proc, record.pid, start_ticks=record.start_ticks, leads_session=ours)
     except FlashrecError:
         return False
+    job.processes[record.proc] = Process.of(record)
     return True
 
 
