@@ -108,13 +108,9 @@ def take_over(job: JobRun, orphaned: Orphaned, supervisor: Supervisor) -> None:
     job.feed(adopt)
     ours = isinstance(orphaned.submit, msg.Submit)
     for record in orphaned.processes:
-        if record in last.values():
-            continue
-        if _watched(job, record, supervisor, ours):
+        if record not in last.values() and _watched(job, record, supervisor, ours):
             # A standby, which has nobody to wait for any more, or what the last daemon was about to end.
             supervisor.kill_group(record.proc)
-        else:  # a standby has ended itself by now
-            job.exited(record.proc, None, None)
     lost = [
         proc
         for proc, holder in zip(adopt.holders, holders, strict=True)
