@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,13 @@ END_S = 10.0
 WITHOUT_STEPS = 5  # that every rank commits while there is no daemon
 WITHOUT_S = 10.0  # and no longer than so long
 RUNNING = "running"
+# It ends with the demo, but the demo does not own it: an owned daemon's ranks would end with it.
+PROGRAM = """
+import ctypes, signal
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+from flashrecd.__main__ import main
+main()
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,15 +85,7 @@ class SeparateDaemon:
     def start(self) -> None:
         with open(self._log, "ab") as output:
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "flashrecd",
-                    "--dir",
-                    str(self.run_dir),
-                    "--owner-pid",
-                    str(os.getpid()),
-                ],
+                [sys.executable, "-c", PROGRAM, "--dir", str(self.run_dir)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -119,6 +118,16 @@ class SeparateDaemon:
         self._process.kill()
         if self._process.wait() != -signal.SIGKILL:
             raise EnvironmentFault(f"the daemon had ended before it was killed: {self._process.returncode}")
+
+    def reap(self, spared: Collection[int]) -> None:
+        """The ranks of a daemon that was killed are children of this process now, and their zombies its to take.
+
+        `spared`: children that somebody else waits for."""
+        children = Path(f"/proc/self/task/{os.getpid()}/children")
+        for pid in map(int, children.read_text().split() if children.exists() else ()):
+            if pid != self.pid and pid not in spared:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
 
     def close(self) -> None:
         if self._process is None:
@@ -162,6 +171,11 @@ class DaemonFault:
     def over(self) -> bool:
         """The new daemon has adopted every rank."""
         return self.strike is not None and self.strike.adopted_ns > 0
+
+    def reap(self, spared: Collection[int]) -> None:
+        """To be called often, once the daemon was killed."""
+        if self.strike is not None:
+            self._daemon.reap(spared)
 
     def advance(self, committed: int) -> None:
         """To be called often, with the number of steps that every rank has committed."""

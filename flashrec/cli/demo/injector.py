@@ -260,6 +260,10 @@ class InjectorProcess:
         os.set_blocking(self._output.fileno(), False)
         self._unread = b""
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def poll(self) -> list[Strike]:
         """What was struck since the last call. EnvironmentFault when the injector ended with an error."""
         with contextlib.suppress(BlockingIOError):

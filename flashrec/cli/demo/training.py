@@ -126,6 +126,8 @@ class Training:
                 self._settings.standby,
                 self.record.faults,
             )
+        if self._daemon is not None:
+            self._daemon.reap([self._injector.pid] if self._injector is not None else [])
         self._note()
 
     def _job(self) -> msg.Submit:
