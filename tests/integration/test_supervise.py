@@ -698,6 +698,45 @@ def test_an_adopted_process_is_watched_and_signalled_alone(tmp_path: Path, how: 
         run(tmp_path, test)
 
 
+# Starts the leader of a session, which starts a worker in it that would outlive it; says both pids.
+LEADER_AND_WORKER = """
+import subprocess, sys
+inner = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
+inner += "print(p.pid, flush=True); p.wait()"
+leader = subprocess.Popen([sys.executable, "-c", inner], start_new_session=True, stdout=subprocess.PIPE)
+print(leader.pid, flush=True)
+print(int(leader.stdout.readline()), flush=True)
+leader.wait()
+import time; time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("how", ["kill_group", "signal"])
+def test_an_adopted_leader_of_a_session_takes_its_session_with_it(tmp_path: Path, how: str) -> None:
+    """As a rank does that another daemon started: its data loader's workers, say."""
+
+    async def test(bench: Bench) -> None:
+        stat = process_stat(leader)
+        assert stat is not None
+        with pytest.raises(EnvironmentFault, match="has ended"):
+            bench.supervisor.adopt("rank0", leader, start_ticks=stat.start_ticks + 1, leads_session=True)
+        bench.supervisor.adopt("rank0", leader, start_ticks=stat.start_ticks, leads_session=True)
+        if how == "kill_group":
+            assert bench.supervisor.kill_group("rank0")
+        else:
+            assert bench.supervisor.signal("rank0", signal.SIGKILL)
+        assert await bench.exited("rank0") == (None, None)
+        await until(lambda: is_gone(worker) or process_stat(worker).state == "Z")  # type: ignore[union-attr]
+        starter = process_stat(it.pid)
+        assert starter is not None
+        assert starter.state != "Z"
+
+    with anothers(LEADER_AND_WORKER) as it:
+        assert it.stdout is not None
+        leader, worker = int(it.stdout.readline()), int(it.stdout.readline())
+        run(tmp_path, test)
+
+
 def test_what_cannot_be_adopted(tmp_path: Path) -> None:
     async def test(bench: Bench) -> None:
         own = await bench.spawn("rank0", SLEEP)
