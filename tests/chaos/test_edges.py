@@ -1,10 +1,16 @@
 """Before there is a version to recover, and after the last."""
 
+import signal
+
 import pytest
 
+from chaos.cues import Cue, fired_path
 from chaos.faults.kill_at_place import KillAtPlace
+from chaos.job import Job
 from chaos.recipe import Recipe
 from chaos.scenario import Scenario, run, verify
+from flashrec.protocol.tag import TagReader, tag_path
+from tests.chaos.started import started
 
 
 class KillEarly(KillAtPlace):
@@ -72,3 +78,50 @@ def test_a_world_of_one_comes_back_from_shared_memory(play) -> None:  # type: ig
     """No other rank holds its state, so each version is sealed."""
     faults = [KillAtPlace(0, "backward", 3), KillAtPlace(0, "between", 5)]
     play(Scenario(recipe=Recipe(steps=8), faults=faults, world_size=1))
+
+
+OWN_LOOP = """
+import torch, torch.distributed as dist, flashrec
+from chaos.cues import cues
+flashrec.init()
+torch.manual_seed(flashrec.rank())
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+flashrec.protect(model=model, optimizer=optimizer)
+while (index := flashrec.current_step()) < 4:
+    with flashrec.step() as step:
+        loss = model(torch.full((1, 8), float(index))).square().mean()
+        dist.all_reduce(total := loss.detach().clone())
+        (loss * total).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        cues.reach("tail", index)
+    if step.committed:
+        print("committed", index, float(model.weight.detach().sum()).hex(), flush=True)
+cues.reach("end", None)
+print("final", float(model.weight.detach().sum()).hex(), flush=True)
+"""
+
+
+def test_the_last_step_is_lost_when_the_others_loops_are_over(folder, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """Nobody can go back into a loop that has ended: a replacement runs the script from the version before."""
+    with started(tmp_path, OWN_LOOP, world_size=2, standbys=0) as undisturbed:
+        assert undisturbed.follow().code == 0
+    cue = Cue(name="last", rank=1, place="tail", step=3)
+    with started(folder, OWN_LOOP, world_size=2, standbys=1, cues=[cue]) as job:
+        job.until(lambda: fired_path(folder, "last").exists(), what="the last step's tail")
+        job.until(lambda: at_its_end(job, 0), what="rank 0 at its end")
+        job.strike(1, signal.SIGKILL)
+        assert job.follow().code == 0, job.story()
+        assert "the loop that would make it again" in job.text(), job.story()
+        assert finals(job) == finals(undisturbed)
+
+
+def at_its_end(job: Job, rank: int) -> bool:
+    tag = TagReader(tag_path(job.shm_dir, rank)).read()
+    return tag is not None and tag.place == "end"
+
+
+def finals(job: Job) -> set[tuple[int, str]]:
+    lines = [(rank, line) for rank, _, text in job.output for line in text.splitlines()]
+    return {(rank, line) for rank, line in lines if line.startswith("final")}
