@@ -100,6 +100,20 @@ def test_a_parallelism_survives_a_kind_of_fault(
     assert done.stderr.count("bit-identical") == 3
 
 
+def test_a_daemon_is_killed_and_another_goes_on(tmp_path: Path) -> None:
+    done = run(tmp_path, "--parallel", "zero", "--fault", "daemon", "--faults", "1", "--json", timeout_s=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert (found["passed"], found["complaints"]) == (True, [])
+    assert found["daemon"]["pid"] != found["daemon"]["new_pid"]
+    assert found["daemon"]["steps_without_daemon"] > 0
+    assert found["daemon"]["adopted_ms"] > 0
+    (fault,) = found["faults"]
+    assert (fault["fired"], fault["deaths_seen"]) == (True, 1)
+    assert fault["step"] > found["daemon"]["step"]
+    assert done.stderr.count("bit-identical") == 3
+
+
 def test_training_without_faults(tmp_path: Path) -> None:
     """One rank may train, as long as nobody kills it."""
     done = run(tmp_path, "--ranks", "1", "--faults", "0", "--steps", "6", "--json")
