@@ -22,6 +22,7 @@ from flashrec.errors import GroupsAborted, RecoveryFailed, StepAbandoned, UsageE
 from flashrec.groups import GroupSet
 from flashrec.keeping import Keeper, SealedDamaged
 from flashrec.link import DaemonFound, DaemonLost, Incoming, Link
+from flashrec.patience import Patience
 from flashrec.protected import ProtectedState
 from flashrec.protocol import messages as msg
 from flashrec.protocol.phase import IN_BODY, Phase
@@ -60,7 +61,7 @@ class Engine:
         self._why_sealed = ""
         self._arena_bytes = 0
         self._forming: int | None = None  # generation that is being installed or formed
-        self._gives_up_at: float | None = None  # when this rank has waited for another daemon for long enough
+        self._patience = Patience(link)
         self._rehearsed_ns = 0
         self._num_rehearsals = 0
         self._pulled_ns = 0
@@ -145,7 +146,7 @@ class Engine:
             self._assembly.form(self.rank, self._machine.state.generation)
         except GroupsAborted:
             while True:
-                self._take(self._next())
+                self._take(self._patience.next())
         finally:
             self._forming = None
 
@@ -270,11 +271,11 @@ class Engine:
         """Without a daemon: whether nobody needs this rank any more, as its tag and the others' show, or no daemon came
         that could tell."""
         if not self.link.daemon_lost:
-            self._gives_up_at = None
+            self._patience.renew()
             return False
         if not self.is_at(Phase.LEFT):
-            return self._patience_left_s() <= 0
-        return all_at_their_end(self.shm_dir, self.world_size) or self._patience_left_s() <= 0
+            return self._patience.left_s <= 0
+        return all_at_their_end(self.shm_dir, self.world_size) or self._patience.left_s <= 0
 
     def _stay_at(self, version: int | None) -> None:
         """Of a rank whose script is over: its vote at an earlier version would be taken for one in a step."""
@@ -395,28 +396,9 @@ class Engine:
             self._take(message)
 
     def _await(self, done: Callable[[], bool]) -> None:
-        self._gives_up_at = None
+        self._patience.renew()
         while not done():
-            self._take(self._next())
-
-    def _next(self) -> Incoming:
-        """The next message. Without a daemon, waits for another as long as the job says, and raises RecoveryFailed."""
-        message = self.link.receive(self._patience_left_s() if self.link.daemon_lost else None)
-        if message is None:
-            why = self.link.forsaken or f"none came in {self.link.welcome.patience_s:.0f} s"
-            raise RecoveryFailed(
-                f"this rank cannot go on without a daemon ({why}): another rank was lost, say, and nobody replaces it"
-            )
-        return message
-
-    def _patience_left_s(self) -> float:
-        """Of this wait; nothing is left when no daemon will come."""
-        now = time.monotonic()
-        if self.link.forsaken:
-            return 0.0
-        if self._gives_up_at is None:
-            self._gives_up_at = now + self.link.welcome.patience_s
-        return max(0.0, self._gives_up_at - now)
+            self._take(self._patience.next())
 
     def _take(self, message: Incoming) -> None:
         """One message for the main thread."""
@@ -450,11 +432,10 @@ class Engine:
             case msg.Refused():
                 raise UsageError(message.reason)
             case DaemonLost():
-                until = "" if self.link.forsaken else " until there is another"
-                why = f" ({self.link.forsaken})" if self.link.forsaken and self._gives_up_at else ""
-                self._say(f"the daemon is gone; training goes on unprotected{until}{why}")
+                until = self.link.forsaken or "until there is another"
+                self._say(f"the daemon is gone; training goes on unprotected ({until})")
             case DaemonFound():
-                self._gives_up_at = None
+                self._patience.renew()
                 self._say(f"daemon {self.link.welcome.daemon_pid} has adopted this rank")
             case _:
                 pass

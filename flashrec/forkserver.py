@@ -30,6 +30,7 @@ import errno
 import gc
 import importlib
 import os
+import select
 import signal
 import socket
 import sys
@@ -223,6 +224,8 @@ class _Server:
         """None when the daemon has closed the socket; in a forked child, what it is to become."""
         # A daemon killed in the middle of an import: nobody would see for seconds that the socket is closed.
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if self._daemon_is_gone():
+            return None  # killed before that: no signal will come
         started = time.monotonic()
         try:
             _import_with_one_thread(preload)
@@ -245,6 +248,11 @@ class _Server:
             finally:
                 os.close(spec_fd)
         return None
+
+    def _daemon_is_gone(self) -> bool:
+        poll = select.poll()
+        poll.register(self._sock, 0)
+        return any(event & select.POLLHUP for _, event in poll.poll(0))
 
     def _next_request(self) -> tuple[str, int] | None:
         try:
