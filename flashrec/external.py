@@ -8,6 +8,7 @@ import atexit
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from flashrec.engine import Engine
 
 ENV_JOB = "FLASHREC_JOB"
+HEARD_S = 2.0
 NO_RUN_ID = "none"  # torchrun's, when it was given no --rdzv-id
 
 
@@ -64,13 +66,17 @@ def join_from_environment() -> Link | None:
     finally:
         os.close(proof)
     if link.welcome.replacement:
-        print(
-            f"flashrec: rank {rank} is back in job {join.job!r}; its state comes from shared memory",
-            file=sys.stderr,
-            flush=True,
+        _say(f"rank {rank} is back in job {join.job!r}; its state comes from shared memory")
+    elif join.restarted and rank == 0:
+        _say(
+            f"nothing is kept of job {join.job!r} that its ranks could go on from: it starts from the beginning"
         )
     attach(link)
     return link
+
+
+def _say(text: str) -> None:
+    print(f"flashrec: {text}", file=sys.stderr, flush=True)
 
 
 def _job_name() -> str:
@@ -113,7 +119,7 @@ class _Ending:
         self._engine = engine
         self._pid = os.getpid()
         self._directory = JobDirectory.hold(Path(link.welcome.shm_dir))
-        self._failed = False
+        self._failed = self._interrupted = False
         self._code = 0
         self._next_hook = sys.excepthook
         self._next_exit = sys.exit
@@ -127,6 +133,7 @@ class _Ending:
     ) -> None:
         if os.getpid() == self._pid:
             self._failed = True
+            self._interrupted = isinstance(error, KeyboardInterrupt)
             if not isinstance(error, KeyboardInterrupt):
                 report(self._link, error)
         self._next_hook(kind, error, trace)
@@ -144,10 +151,18 @@ class _Ending:
             if not self._failed:
                 self._leave(engine)
         finally:
+            self._be_heard()
             self._link.close()
             if engine is not None:
                 engine.close()
             self._directory.leave()
+
+    def _be_heard(self) -> None:
+        """Until the daemon has heard the code: seeing the process end first, it could not tell it from a death."""
+        deadline = time.monotonic() + HEARD_S
+        while not self._interrupted and not self._link.daemon_lost and time.monotonic() < deadline:
+            if isinstance(self._link.receive(HEARD_S / 10), msg.Released):
+                return
 
     def _leave(self, engine: "Engine | None") -> None:
         try:
@@ -159,6 +174,7 @@ class _Ending:
         except BaseException as error:
             traceback.print_exc()
             report(self._link, error)
+            self._be_heard()
             self._link.close()
             self._directory.leave()
             # An exception in an exit handler would leave the exit code what it was: 0.

@@ -172,6 +172,8 @@ class JobRun:
             case msg.Ending():
                 if message.proc in self.processes:
                     self.processes[message.proc].said_code = message.code
+                if self.core.config.external:
+                    self._to(message.proc, msg.Released())  # it waits to be heard
             case msg.Leaving():
                 self.feed(ev.Leaving(message.proc, message.generation, message.version))
             case msg.Noted():

@@ -265,7 +265,7 @@ def test_how_a_script_ended_is_known(beside: Node, end: str, code: int, reason: 
     # Where rank 0 ends the job, rank 1 is there only to be waited for.
     ranks = [beside.start(argv, by_hand(rank, "mine")) for rank in range(RANKS if code == 0 else 1)]
     assert [beside.ends(rank) for rank in ranks] == [code] * len(ranks)
-    assert wait_until(lambda: beside.daemon.status()["last_job"], 10)
+    assert wait_until(lambda: beside.daemon.status()["last_job"], 30)
     assert beside.daemon.status()["last_job"]["outcome"] == {"code": code, "reason": reason}
 
 
