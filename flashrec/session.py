@@ -109,8 +109,8 @@ def _on_collective(name: str) -> None:
         engine.warn_once(
             "tail",
             f"{name} runs between the gate and the end of a step, where a failure can leave a rank neither at this "
-            "version nor at the next. So from the next step on every version is sealed in shared memory; if that is not "
-            "wanted, move it before optimizer.step() or into a section.",
+            "version nor at the next. So from the next step on every version is sealed in shared memory; if that is "
+            "not wanted, move it before optimizer.step() or into a section.",
         )
     elif engine.phase is Phase.IDLE:
         engine.warn_once("outside", f"{name} runs outside a step; put it into `with flashrec.section():`")

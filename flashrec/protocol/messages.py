@@ -408,8 +408,8 @@ class ShutDown:
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:
-    """A job, as long as it lives. `submit`: its Submit, or the Join that began it, encoded. `client_ticks`: when the process that submitted it was
-    started (with its pid, that names it)."""
+    """A job, as long as it lives. `submit`: its Submit, or the Join that began it, encoded. `client_ticks`: when the
+    process that submitted it was started (with its pid, that names it)."""
 
     release: str
     job: str
