@@ -53,8 +53,8 @@ class JobMemory:
         """What the sealed regime takes, for a person."""
         needed, free = sum(self.arena_bytes.values()), free_bytes(self._directory)
         return (
-            f"{needed / 2**20:.1f} MiB of shared memory for the sealed versions of {len(self.arena_bytes)} ranks (twice "
-            f"what they seal); {self._directory.parent} has {free / 2**20:.0f} MiB free"
+            f"{needed / 2**20:.1f} MiB of shared memory for the sealed versions of {len(self.arena_bytes)} ranks "
+            f"(twice what they seal); {self._directory.parent} has {free / 2**20:.0f} MiB free"
         )
 
     def shortage(self) -> str:
