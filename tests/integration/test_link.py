@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -73,7 +74,6 @@ def first(address: str) -> Iterator[FakeDaemon]:
 
 def connected(address: str, daemon: FakeDaemon, **welcome: float | None) -> Link:
     """The link greets while it is made, so the answer is there before the question."""
-    import threading
 
     def answer() -> None:
         daemon.next(msg.Hello)
@@ -171,5 +171,20 @@ def test_a_standby_without_a_rank_offers_itself_to_nobody(address: str, first: F
     offer = second.next(msg.Rejoin)
     assert isinstance(offer, msg.Rejoin)
     assert (offer.rank, offer.generation) == (1, 3)
+    link.close()
+    second.die()
+
+
+def test_when_no_daemon_comes_whoever_waits_is_told_and_the_search_goes_on(
+    address: str, first: FakeDaemon
+) -> None:
+    link = connected(address, first, patience_s=0.01)
+    told = threading.Event()
+    link.on_forsaken = told.set
+    first.die()
+    assert told.wait(20)
+    assert link.forsaken == ""
+    second = FakeDaemon(address)
+    second.next(msg.Rejoin)
     link.close()
     second.die()

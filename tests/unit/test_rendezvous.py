@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flashrec.errors import ProtocolError
+from flashrec.protocol import messages as msg
+from flashrec.rendezvous import RendezvousStore
 from flashrecd import rendezvous
 from flashrecd.rendezvous import Rendezvous
 
@@ -96,3 +100,28 @@ def test_answers_belong_to_the_newest_generation_and_to_a_fetch(
             assert answered == newest == generation
             assert (requester, answered, answered_key) in fetched
             assert (answered, answered_key, value) in put
+
+
+def test_what_a_daemon_took_with_it_is_said_again_to_the_next() -> None:
+    said: list[msg.Message] = []
+    asked = threading.Event()
+
+    def send(message: msg.Message) -> None:
+        said.append(message)
+        if isinstance(message, msg.Get):
+            asked.set()
+
+    store = RendezvousStore("p1", 3, send)
+    store.set("mine", b"here")
+    found: list[bytes] = []
+    waiting = threading.Thread(target=lambda: found.append(store.get("theirs")))
+    waiting.start()
+    assert asked.wait(20)
+    before = list(said)
+    store.say_again()
+    assert said == before * 2 == [msg.Put("p1", 3, "mine", b"here"), msg.Get("p1", 3, "theirs")] * 2
+    store.take(msg.Value(3, "theirs", b"there"))
+    waiting.join(20)
+    assert found == [b"there"]
+    store.say_again()
+    assert said[4:] == [msg.Put("p1", 3, "mine", b"here")]
