@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from unittest import mock
 
 from flashrec import phases as ph
-from flashrecd.core import job, plan
+from flashrecd.core import plan, recovering
 from flashrecd.core.plan import Inventory, Plan
 from tests.exploration.model import Config
 
@@ -83,7 +83,7 @@ def _planner(change: Callable[[Inventory, Plan], Plan]) -> Iterator[None]:
         found, reason = right(inventory, generation)
         return found and change(inventory, found), reason
 
-    with mock.patch.object(job, "plan_recovery", wrong):
+    with mock.patch.object(recovering, "plan_recovery", wrong):
         yield
 
 
@@ -137,7 +137,7 @@ def one_arena_is_asked_for_all() -> Iterator[None]:
         sealed = dict.fromkeys(range(inventory.world_size), somewhere)
         return right(replace(inventory, sealed=sealed), generation)
 
-    with mock.patch.object(job, "plan_recovery", wrong):
+    with mock.patch.object(recovering, "plan_recovery", wrong):
         yield
 
 
