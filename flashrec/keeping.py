@@ -76,7 +76,6 @@ class Keeper:
 
     def discard_above(self, version: int) -> None:
         if self._made_sealer is not None or self._arena.sealed():
-            self._sealer.stop()
             self._sealer.discard_above(version)
         self._private.discard_above(version)
         if self.state is not None:

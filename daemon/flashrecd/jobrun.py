@@ -128,7 +128,11 @@ class JobRun:
         self._task(self._forget(proc))
 
     async def _forget(self, proc: str) -> None:
-        await self.source.ended(self.processes[proc])
+        process = self.processes[proc]
+        try:
+            await self.source.ended(process)
+        except OSError as error:  # a file of its output cannot be read: the job ends nevertheless
+            self.log("output not shown", f"of {proc}, the end: {error}", process.rank)
         self.processes.pop(proc, None)
         self._maybe_end()
 

@@ -184,7 +184,8 @@ class OwnProcesses:
             async with asyncio.timeout(ATTACH_S):  # it is about to come, or gone
                 while self._unheard and self.is_expected():
                     await asyncio.sleep(OUTPUT_PAUSE_S)
-        await asyncio.gather(*self._rest)
+        # What cannot be read keeps no job from its end.
+        await asyncio.gather(*self._rest, return_exceptions=True)
         self._tail.close()
         self._flush_output()
         if self._following is not None:

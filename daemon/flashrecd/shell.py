@@ -369,7 +369,10 @@ class Daemon:
             if submit.pull == "zmq":
                 self._shards.start(job.shm_dir)
         except BaseException:  # else it would keep the daemon busy, and never start
-            job.directory.remove()
+            if directory is None:
+                job.directory.remove()
+            else:  # ranks train in it
+                job.directory.leave()
             raise
         self.job, self._own = job, own
         self.store.put(f"job/{name}", os.fsencode(submit.target), None)
@@ -409,6 +412,8 @@ class Daemon:
             if message.pid != self._own.submit.pid or self._client is not None:
                 self._reply(identity, msg.Refused("job", f"job {message.job} is another command line's"))
                 return
+            if any(end < 0 for _, _, end in message.shown):
+                raise ProtocolError("no output is shown up to a byte before its beginning")
             self._client = identity
             self._reply(identity, self._submitted(self._own, self.job))
             self._own.listen({(proc, stream): end for proc, stream, end in message.shown})
