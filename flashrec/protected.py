@@ -80,7 +80,8 @@ class ProtectedState:
                 raise UsageError(
                     f"{name}=... has {size_bytes >> 20} MiB of state; common state may have "
                     f"{MAX_COMMON_BYTES >> 20} MiB. If it is a module (an average of the weights), pass it as one more "
-                    f"model: protect(model=[model, {name}], ...)"
+                    f"model: protect(model=[model, {name}], ...), and if every rank holds the same, say so: "
+                    f"replicated_over={{{name}: torch.distributed.group.WORLD}}"
                 )
 
     def _refuse_lost_hooks(self, private: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ class JobMemory:
         self._directory = directory
         self._job = job
         self._note = note
+        self._first: dict[int, RankLayout] = {}  # what the first process of each rank has published
         self.arena_bytes: dict[int, int] = {}
         """By rank, what the sealed regime takes of shared memory."""
 
@@ -35,9 +36,15 @@ class JobMemory:
         return private, sealed
 
     def disagreement(self, rank: int) -> str:
-        """Between what `rank` has published and what others have, in words; "" if there is none."""
+        """Between what `rank` has published and what others have, or its own process before, in words; "" if there
+        is none."""
         try:
             mine = self._published(rank)
+            before = {one.ranks: one.layout for one in self._first.setdefault(rank, mine).sets}
+            for one in mine.sets:
+                then = before.get(one.ranks, one.layout)
+                if words := one.layout.difference(then, ("this process", "the one before it")):
+                    return words
             others = {
                 next((r for r in one.ranks if r != rank and self._path(r).exists()), rank)
                 for one in mine.sets

@@ -120,7 +120,8 @@ flashrec.init()
 width = 4 + pathlib.Path(sys.argv[1]).exists()
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-flashrec.protect(model=[model, torch.nn.Linear(4, width)], optimizer=optimizer)
+second = torch.nn.Linear(4, width)
+flashrec.protect(model=[model, second], optimizer=optimizer, replicated_over=torch.distributed.group.WORLD)
 for step in flashrec.steps([torch.ones(1, 4)], total=8):
     with step:
         model(step.batch).sum().backward()
