@@ -49,7 +49,7 @@ class Interpreter:
         self.offers_built = False
         self.beacon = Beacon()
         self._assembly = Assembly(link, groups, self.shm_dir, self.world_size)
-        self._regime_known = False
+        self._regime_known = self.replacement  # which learns it from its plan
         self._claims: tuple[tuple[tuple[int, ...], str], ...] | None = None  # since protect()
         self._why_sealed = ""
         self._arena_bytes = 0
@@ -149,12 +149,13 @@ class Interpreter:
         assert self._keeper is not None
         self._keeper.state = state
         state.publish_layout(self.shm_dir, self.rank)
+        # Before the phase says that it is protected: a daemon that takes over meanwhile hears both or neither.
+        self._why_sealed = state.why_sealed()
+        self._arena_bytes, self._claims = state.arena_bytes(), state.claims()
         if self.replacement:
             self._keeper.get_ready()
         else:
             self._handle(ph.Protected())
-        self._why_sealed = state.why_sealed()
-        self._arena_bytes, self._claims = state.arena_bytes(), state.claims()
         self.link.send(msg.Protected(self.link.proc, self._claims, self._why_sealed, self._arena_bytes))
         if not self.replacement:
             self._await(lambda: self._regime_known)
@@ -241,7 +242,6 @@ class Interpreter:
             generation=state.generation,
             phase=state.phase,
             version=state.version,
-            latched=state.latched,
             can_advance=state.phase is Phase.HELD and not state.communicates,
             claims=self._claims,
             why_sealed=self._why_sealed or (COMMUNICATES if state.sealing else ""),

@@ -279,7 +279,6 @@ class Link:
             generation=welcome.generation,
             phase=Phase.BUILDING if welcome.replacement else Phase.STARTING,
             version=None,
-            latched=False,
             can_advance=False,
             claims=None,
             why_sealed="",

@@ -49,7 +49,6 @@ class Rejoin:
     generation: int
     phase: int
     version: int | None
-    latched: bool
     can_advance: bool
     claims: tuple[tuple[tuple[int, ...], str], ...] | None
     why_sealed: str

@@ -191,14 +191,14 @@ def test_a_file_is_named_after_nothing_but_a_process_of_ours(name: str) -> None:
 
 
 def test_a_phase_that_there_is_not_is_refused() -> None:
-    offer = msg.Rejoin("p1", 1, "", "job", 0, 1, 99, None, False, False, None, "", 0, False)
+    offer = msg.Rejoin("p1", 1, "", "job", 0, 1, 99, None, False, None, "", 0, False)
     with pytest.raises(ProtocolError, match="no phase 99"):
         standing(offer, (), ())
 
 
 def test_every_phase_has_its_status() -> None:
     def at(phase: int, version: int | None) -> RankStatus:
-        offer = msg.Rejoin("p1", 1, "", "job", 0, 1, phase, version, False, False, None, "", 0, False)
+        offer = msg.Rejoin("p1", 1, "", "job", 0, 1, phase, version, False, None, "", 0, False)
         return standing(offer, (), ()).status
 
     assert [at(phase, 3).value for phase in range(14)] == [
