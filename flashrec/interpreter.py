@@ -339,10 +339,12 @@ class Interpreter:
         assert self._machine is not None
         state = self._machine.state
         live = not (state.sealing or state.communicates)
-        agreed = self._assembly.agree([int(self.groups.latched is None), state.version or 0, int(live)])
+        version = state.version or 0
+        agreed = self._assembly.agree([int(self.groups.latched is None), version, -version, int(live)])
         if agreed is None:
             return ph.Verdict(None)
-        passed, sealing = agreed[0] == 1, agreed[2] == 0
+        assert agreed[1] == version == -agreed[2], f"ranks vote at versions {agreed[1]} to {-agreed[2]}"
+        passed, sealing = agreed[0] == 1, agreed[3] == 0
         if passed and sealing and not state.sealing:
             self.link.send(msg.Switched(self.link.proc, COMMUNICATES))
         return ph.Verdict(passed, sealing)

@@ -199,13 +199,17 @@ class Link:
     def _send_waiting(self) -> None:
         """Never waits: a daemon that reads nothing must not keep this thread from seeing that it has died."""
         while self._outbox:
+            data = (
+                self._outbox.popleft()
+            )  # before it is sent: a full box lets go of its oldest when one is added
             try:
-                self._socket.send(self._outbox[0], zmq.NOBLOCK)
+                self._socket.send(data, zmq.NOBLOCK)
             except zmq.Again:
                 if self._closing:
                     self._outbox.clear()
+                else:
+                    self._outbox.appendleft(data)
                 return  # tried again at the next heartbeat
-            self._outbox.popleft()
 
     def _read_all(self) -> None:
         while True:

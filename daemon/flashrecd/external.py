@@ -140,6 +140,8 @@ class ExternalProcesses:
         return proc in self._joins and self._joins[proc].launcher_pid not in self._launchers
 
     def _watch_launcher(self, pid: int) -> None:
+        if pid <= 1:
+            return  # it has died, and its rank has been handed to the system's first process
         self._last_launcher = pid
         self.ever_launched_by.add(pid)
         if pid not in self._launchers:

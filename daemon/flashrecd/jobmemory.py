@@ -23,15 +23,16 @@ class JobMemory:
 
     def kept(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The versions in the rank's private slots, and in its arena."""
+        problems: list[str] = []
         try:
             slots = PrivateSlots(self._directory / "private", rank)
             private = tuple(slot.version for slot in slots.sealed())
             arena = Arena(self._directory / "arena", rank, self._job)
-            sealed = tuple(one.version for one in arena.sealed())
+            sealed = tuple(one.version for one in arena.sealed(problems))
         except FlashrecError as error:
             self._note("sealed state unreadable", str(error), rank)
             return (), ()
-        for problem in arena.problems():
+        for problem in problems:
             self._note("arena refused", problem, rank)
         return private, sealed
 

@@ -86,11 +86,12 @@ class Arena:
         self.rank = rank
         self.job = job
 
-    def sealed(self) -> list[SealedVersion]:
-        """The versions that are whole, oldest first; of one sealed in several generations, the last.
+    def sealed(self, problems: list[str] | None = None) -> list[SealedVersion]:
+        """The versions that are whole, oldest first; of one sealed in several generations, the last. `problems` gets
+        what `problems()` tells.
 
         Headers, tables and blobs have been checked, the tensors' bytes have not."""
-        return sorted(slot.sealed for slot in self._newest().values())
+        return sorted(slot.sealed for slot in self._newest(problems).values())
 
     def problems(self) -> list[str]:
         """Why files and slots are left out: one line each, none when all is well."""

@@ -62,6 +62,33 @@ def test_a_rank_that_is_started_again_alone_joins_those_that_wait() -> None:
     assert (plan.version, plan.replaced) == (5, (0,))
 
 
+def test_ranks_that_wait_for_a_launcher_do_not_wait_for_ever() -> None:
+    job = running()
+    lose(job, 0, 4, 5)
+    job.tell(ev.Parked(job.proc(1), 1, 5, False, (4, 5), (4, 5)))
+    beat = [ev.Heartbeat(job.proc(1)), ev.Tick()]
+    for _ in range(int(BUILD_FACTOR) - 1):
+        job.now += job.core.config.suspect_after_s
+        job.tell(*beat)
+    assert job.status is Status.PARKING
+    job.now += 2 * job.core.config.suspect_after_s
+    waiting = job.proc(1)
+    assert waiting in [kill.proc for kill in job.found(ev.Kill, job.tell(*beat))]
+    assert "nobody has started ranks [0] again" in str(job.core.state.outcome)
+
+
+def test_without_anybody_who_waits_the_memory_is_kept() -> None:
+    job = running()
+    lose(job, 0, 4, 5)
+    lose(job, 1, 4, 5)
+    job.now += 1e6
+    job.tell(ev.Tick())
+    job.tell(ev.Tick())
+    assert job.status is Status.PARKING
+    join(job, 0)
+    assert job.only(ev.SendPlan, join(job, 1)).plan.version == 5
+
+
 def test_losing_every_rank_one_after_another_is_one_try_of_the_step() -> None:
     job = running(8)
     for rank in job.ranks():
@@ -77,7 +104,7 @@ def test_what_is_awaited_is_neither_suspected_nor_slow() -> None:
         job.tell(ev.Heartbeat(job.proc(rank)))
     lose(job, 0, 4, 5)
     job.park(1, 4)
-    silent = 2 * BUILD_FACTOR * job.core.config.suspect_after_s
+    silent = (BUILD_FACTOR - 10) * job.core.config.suspect_after_s
     for _ in range(3):
         job.now += 1
         # The tag is still its predecessor's.
@@ -87,7 +114,7 @@ def test_what_is_awaited_is_neither_suspected_nor_slow() -> None:
     job.tell(ev.Heartbeat(job.proc(1)), ev.Tick())
     assert not job.found(ev.Kill)
     join(job, 0)
-    job.now += silent
+    job.now += 2 * silent
     assert job.only(ev.Kill, job.tell(ev.Tick())).proc == job.proc(0), "it came, and is not ready"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flashrecd.core.detection import HEARTBEATS, Detector, explain
-from flashrecd.core.job import JobConfig
+from flashrecd.core.state import JobConfig
 
 
 @pytest.mark.parametrize("suspect_after_s", [0.5, 3.0, 20.0])

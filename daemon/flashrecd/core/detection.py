@@ -56,6 +56,12 @@ def explain(suspect_after_s: float) -> list[Timeout]:
             "replacement that is not ready is killed and replaced",
         ),
         Timeout(
+            "launcher",
+            BUILD_FACTOR * suspect_after_s,
+            f"{BUILD_FACTOR:.0f} x suspect after: if another launcher started the ranks, it has as long to start again "
+            "those it has lost, while others wait for them; then the job ends",
+        ),
+        Timeout(
             "adoption",
             ADOPT_FACTOR * suspect_after_s,
             f"{ADOPT_FACTOR:.0f} x suspect after: a daemon that takes over from one that died gives every rank as "

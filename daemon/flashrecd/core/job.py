@@ -60,6 +60,8 @@ class Core(Recovering):
             self._no_longer_awaited(event.proc)
             # From now on: when it is started is its launcher's affair.
             self.detector.building(event.proc, now)
+            if self.state.status is Status.PARKING:
+                self._await_launcher()
             self._plan_if_parked()
 
     def _protected(self, event: ev.Protected, now: float) -> None:
@@ -219,6 +221,8 @@ class Core(Recovering):
                 self._set(deadline=None)
                 for proc in self.state.stopping_procs or self._live_procs():
                     self._do(ev.Kill(proc, True, "it did not end when it was asked to"))
+            return
+        if self.state.status is Status.PARKING and self.state.awaited and self._launcher_late(now):
             return
         if self.detector.stalled(watched, now):
             self._log("stalled", "every rank stands still alike; nobody can be blamed")

@@ -2,6 +2,7 @@
 
 from flashrecd.core import events as ev
 from flashrecd.core.claims import replica_sets, unequal_buckets
+from flashrecd.core.detection import BUILD_FACTOR
 from flashrecd.core.plan import Inventory, Plan, Survivor, plan_recovery
 from flashrecd.core.starting import Starting
 from flashrecd.core.state import HOLDS_STATE, RankStatus, Status
@@ -34,9 +35,28 @@ class Recovering(Starting):
             if member.status in (RankStatus.LIVE, RankStatus.FORMING, RankStatus.LEFT):
                 self._update(rank, status=RankStatus.LIVE)
         self._set(status=Status.PARKING)
+        self._await_launcher()
         self.detector.disturbed(self._now)
         self._log("abort", f"generation {ended}: {reason}")
         self._do(ev.Abort(ended, self._live_procs(), reason))
+
+    def _await_launcher(self) -> None:
+        """From now on it has some time to start again what it has lost, while others wait for that."""
+        if self.config.external:
+            self._set(deadline=self._now + BUILD_FACTOR * self.config.suspect_after_s)
+
+    def _launcher_late(self, now: float) -> bool:
+        """Whether the time of `_await_launcher` is over, and the job ends for those who wait. (With nobody left to
+        wait, its memory may still be of use.)"""
+        if self.state.deadline is None or now <= self.state.deadline:
+            return False
+        self._set(deadline=None)
+        lost = [rank for rank, m in enumerate(self.state.members) if m.proc in self.state.awaited]
+        if len(lost) == len(self.state.members):
+            return False
+        waited = BUILD_FACTOR * self.config.suspect_after_s
+        self._finish(1, f"nobody has started ranks {lost} again for {waited:.0f} s. {self._why_it_failed()}")
+        return True
 
     def _replace(self, rank: int) -> None:
         """A process for `rank`: the best standby that is ready, or a new one."""
@@ -110,6 +130,7 @@ class Recovering(Starting):
         # A launcher that has lost one rank is about to end the others: a plan that counted on them would be void.
         if self.state.awaited:
             return
+        self._set(deadline=None)
         if not self._charge(self.state.first_failure or "every rank parked and none had died", again=False):
             return
         generation = self.state.generation + 1
