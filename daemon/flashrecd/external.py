@@ -90,11 +90,7 @@ class ExternalProcesses:
         process, joined = self._awaited[join.rank]
         if joined.done():
             return None
-        if not has_open(join.pid, self._run_dir):
-            raise UsageError(
-                f"rank {join.rank} says that it is process {join.pid}, which is not so here: daemon and ranks must be "
-                "in the same container"
-            )
+        _prove(join, self._run_dir)
         self._supervisor.adopt(process.name, join.pid)
         del self._awaited[join.rank]
         self._joins[process.name] = join
@@ -174,17 +170,19 @@ class _Over:
 class Joining:
     """Who may join which job, and when.
 
-    `job()` is the one that runs; `begin(name, join)` makes a new one; `bind(identity, proc)` ties a sender to a
-    process; `refuse(identity, kind, reason)` answers it."""
+    `run_dir`: the daemon's; who joins holds it open. `job()` is the one that runs; `begin(name, join)` makes a new
+    one; `bind(identity, proc)` ties a sender to a process; `refuse(identity, kind, reason)` answers it."""
 
     def __init__(
         self,
+        run_dir: Path,
         job: Callable[[], JobRun | None],
         begin: Callable[[str, msg.Join], None],
         bind: Callable[[bytes, str], None],
         refuse: Callable[[bytes, str, str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._run_dir = run_dir
         self._job = job
         self._begin = begin
         self._bind = bind
@@ -276,6 +274,7 @@ class Joining:
         if over is not None and join.restarted and over.name == name and join.launcher_pid in over.launchers:
             self._refuse(one.identity, "ended", f"job {join.job!r} has ended: {over.reason}")
             return True
+        _prove(join, self._run_dir)  # or a stranger's word would make a job that nobody comes to
         self._over = None
         self._begin(name, join)
         return False
@@ -325,6 +324,15 @@ class Joining:
 def external_config(join: msg.Join) -> JobConfig:
     """How often a failed rank is started again is its launcher's to bound."""
     return JobConfig(world_size=join.world_size, num_standbys=0, external=True)
+
+
+def _prove(join: msg.Join, run_dir: Path) -> None:
+    """UsageError when the sender is not the process it says."""
+    if not has_open(join.pid, run_dir):
+        raise UsageError(
+            f"rank {join.rank} says that it is process {join.pid}, which is not so here: daemon and ranks must be "
+            "in the same container"
+        )
 
 
 def _got_past_its_start(job: JobRun) -> bool:

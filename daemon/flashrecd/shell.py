@@ -72,7 +72,9 @@ class Daemon:
         self._metrics_address = metrics_address
         self._has_owner = has_owner
         self._last_end: msg.JobEnded | None = None
-        self._joining = Joining(lambda: self.job, self._begin_external, self._bind, self._refuse)
+        self._joining = Joining(
+            self.run.path, lambda: self.job, self._begin_external, self._bind, self._refuse
+        )
         self._outbox: asyncio.Queue[tuple[bytes, bytes]] = asyncio.Queue()
         self._stopped = asyncio.Event()
 

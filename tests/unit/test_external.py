@@ -118,6 +118,7 @@ class Node:
         self.ended: list[tuple[int, str]] = []
         self.began: list[str] = []
         self.joining = Joining(
+            HERE,
             lambda: cast("JobRun | None", self.job),
             self._begin,
             lambda identity, proc: None,
@@ -476,3 +477,13 @@ def test_a_job_without_a_name_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_pa
     environment(monkeypatch, tmp_path, RANK="0", WORLD_SIZE="1", MASTER_ADDR="here")
     with pytest.raises(UsageError, match="set FLASHREC_JOB, or MASTER_ADDR and MASTER_PORT"):
         external._job_name()
+
+
+def test_a_strangers_word_makes_no_job() -> None:
+    async def lies(node: Node) -> None:
+        await node.joins(join(0, pid=LIAR))
+        assert node.job is None
+        assert not node.began
+        assert "which is not so here" in node.refused[0][2]
+
+    node(lies)
