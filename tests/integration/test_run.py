@@ -273,7 +273,8 @@ DISAGREES = """
 import os, torch, flashrec
 flashrec.init()
 model = torch.nn.Linear(4, 4 + int(os.environ["RANK"]))
-flashrec.protect(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+everywhere = torch.distributed.group.WORLD
+flashrec.protect(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), replicated_over=everywhere)
 """
 STUMBLES = """
 import os, sys, signal, torch, flashrec
@@ -302,13 +303,12 @@ def test_ranks_that_disagree_about_the_state_are_named_with_the_tensor() -> None
     with tempfile.TemporaryDirectory() as folder:
         found = flashrec("run", "--standby", "0", "--nproc-per-node", "2", script(Path(folder), DISAGREES))
     assert found.returncode == 1
-    says = r"rank (\d) and rank (\d) disagree about the layout of the state: tensor 0 is 'model\.weight' "
-    says += (
-        r"\(float32, shape \[(\d), 4\]\) in rank \1, 'model\.weight' \(float32, shape \[\d, 4\]\) in rank \2"
-    )
+    says = r"rank 0 and rank 1 disagree about the layout of the state: of what is alike on ranks \[0, 1\], tensor 0 is "
+    says += r"'model\.weight' \(float32, shape \[(\d), 4\]\) in rank (\d), "
+    says += r"'model\.weight' \(float32, shape \[(\d), 4\]\) in rank (\d)"
     match = re.fullmatch(says, reason(found.stderr))
     assert match, found.stderr
-    assert int(match[3]) == 4 + int(match[1])
+    assert {int(match[2]): int(match[1]), int(match[4]): int(match[3])} == {0: 4, 1: 5}
 
 
 def test_a_recovery_is_shown_in_two_lines(tmp_path: Path) -> None:

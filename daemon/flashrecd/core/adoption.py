@@ -107,7 +107,7 @@ def settle(core: Core, now: float) -> None:
     elif any(m.status is RankStatus.STARTING for m in members) or not core._anything_to_lose():
         why = "the daemon was lost, and a rank, before every rank had protected its state"
         if core._charge(why):
-            core._start_over(why)
+            core._start_over(why, blame=why)
     else:
         _recover(core, lost)
 

@@ -137,7 +137,8 @@ class Recovering(Starting):
         plan, reason = plan_recovery(self._inventory(), generation)
         if self._from_the_start(plan):
             # What the ranks told each other in their first step would not be said again to a replacement.
-            self._start_over(f"version 0 is made again from the start ({reason})")
+            why = f"version 0 is made again from the start ({reason})"
+            self._start_over(why, blame=self._why_it_failed() or why)
             return
         if plan is None:
             self._finish(1, f"cannot recover: {reason}. {self.state.first_failure}")

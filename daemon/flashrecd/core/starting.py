@@ -67,16 +67,14 @@ class Starting(Ledger):
             self._finish(event.code, f"rank {rank} failed before its first step: {how}")
             return
         if self._charge(f"rank {rank}: {how}"):
-            self._start_over(f"rank {rank} died before every rank had protected its state: {how}")
+            why = f"rank {rank} died before every rank had protected its state"
+            self._start_over(why, blame=f"rank {rank}: {how}")
 
-    def _start_over(self, why: str) -> None:
+    def _start_over(self, why: str, *, blame: str) -> None:
         tries = self.state.tries[1] + 1 if self.state.tries[0] == 0 else 1
         self._set(tries=(0, tries))
         if tries > self.config.max_tries_per_step:
-            self._finish(
-                1,
-                f"{why}; the world was started {tries} times and never got past its start. {self._why_it_failed()}",
-            )
+            self._finish(1, f"{blame}; the world was started {tries} times and never got past its start")
             return
         self._set(status=Status.RESTARTING, generation=self.state.generation + 1, why_sealed="")
         self._kill_all(f"{why}: the world starts anew")
