@@ -33,7 +33,7 @@ from flashrecd.core.state import JobConfig
 from flashrecd.eventlog import EventLog
 from flashrecd.external import ExternalProcesses, Joining, external_config
 from flashrecd.jobrun import JobRun
-from flashrecd.launching import OwnProcesses
+from flashrecd.launching import OwnProcesses, Source
 from flashrecd.rundir import RunDirectory
 from flashrecd.shardserver import ShardServer
 from flashrecd.store.base import Store
@@ -284,12 +284,27 @@ class Daemon:
         """The job, which has not begun, and what waits for its processes. `directory`: another daemon had begun it."""
         config = external_config(join)
         source = ExternalProcesses(join.job, self.run.path, self.supervisor, self._joining.admit)
-        job = JobRun(
+        job = self._make_run(name, config, source, target=join.target, pull="shm", directory=directory)
+        self.job = job
+        self.store.put(f"job/{name}", os.fsencode(join.target), None)
+        return job, source
+
+    def _make_run(
+        self,
+        name: str,
+        config: JobConfig,
+        source: Source,
+        *,
+        target: str,
+        pull: str,
+        directory: JobDirectory | None,
+    ) -> JobRun:
+        return JobRun(
             name,
             config,
             source,
-            target=join.target,
-            pull="shm",
+            target=target,
+            pull=pull,
             supervisor=self.supervisor,
             log=self.log,
             shard_address=self._shards.address,
@@ -299,9 +314,6 @@ class Daemon:
             recorded=not self._has_owner,
             patience_s=0.0 if self._has_owner else PATIENCE_FACTOR * config.suspect_after_s,
         )
-        self.job = job
-        self.store.put(f"job/{name}", os.fsencode(join.target), None)
-        return job, source
 
     def _submit(self, identity: bytes, message: msg.Submit) -> None:
         if message.release != __version__:
@@ -352,21 +364,7 @@ class Daemon:
             tell=lambda note: self._reply(self._client, note),
         )
         own.is_expected = lambda: self._client is None and self._client_pidfd >= 0
-        job = JobRun(
-            name,
-            config,
-            own,
-            target=submit.target,
-            pull=submit.pull,
-            supervisor=self.supervisor,
-            log=self.log,
-            shard_address=self._shards.address,
-            send=self._reply,
-            ended=self._job_ended,
-            directory=directory,
-            recorded=not self._has_owner,
-            patience_s=0.0 if self._has_owner else PATIENCE_FACTOR * submit.suspect_after_s,
-        )
+        job = self._make_run(name, config, own, target=submit.target, pull=submit.pull, directory=directory)
         try:
             if submit.pull == "zmq":
                 self._shards.start(job.shm_dir)

@@ -20,9 +20,9 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from flashrec.errors import EnvironmentFault, IntegrityError, UsageError
+from flashrec.errors import IntegrityError, UsageError
 from flashrec.state.codec import Buffer, checksum
-from flashrec.state.files import ASIDE, fault, free_bytes, make_directory, no_space, remove, write_whole
+from flashrec.state.files import ASIDE, fault, make_directory, remove, write_whole
 
 SLOT_NAME = re.compile(r"r(\d{1,9})\.v(\d{1,18})\.g(\d{1,18})", re.ASCII)
 
@@ -120,14 +120,6 @@ class PrivateSlots:
             remove(self._path(slot.version, slot.generation))
         self._sweep()
         return removed
-
-    def check_space(self, needed_bytes: int) -> None:
-        """Raises EnvironmentFault when fewer than `needed_bytes` are free (a seal of n bytes needs n and a
-        header, while three older versions are there)."""
-        if free_bytes(self.directory) < needed_bytes:
-            raise no_space(self.directory, needed_bytes)
-        if not os.access(self.directory, os.W_OK | os.X_OK):
-            raise EnvironmentFault(f"cannot write in {self.directory}: permission denied")
 
     def _path(self, version: int, generation: int) -> Path:
         return self.directory / f"r{self.rank}.v{version}.g{generation}"

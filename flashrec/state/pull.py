@@ -68,7 +68,6 @@ class PullReport:
     """What a pull did: for the event log."""
 
     size_bytes: int
-    duration_s: float
     bytes_by_source: dict[str, int]
     refused: tuple[str, ...]
 
@@ -121,8 +120,7 @@ class Puller:
 
         Raises IntegrityError when they are not or no source is of this version, generation and layout;
         PullIncomplete when a part's sources are exhausted or the time is over; PullCancelled."""
-        started = time.monotonic()
-        deadline = started + deadline_s
+        deadline = time.monotonic() + deadline_s
         self._bytes_by_source, self._refused = {}, []
         if self._progress_of != (version, generation):
             self._progress_of, self._progress = (version, generation), {}
@@ -154,7 +152,6 @@ class Puller:
             )
         return PullReport(
             layout.total_bytes,
-            time.monotonic() - started,
             dict(self._bytes_by_source),
             tuple(self._refused),
         )

@@ -18,6 +18,7 @@ import pytest
 from flashrec.state.arena import Arena
 from flashrec.state.arena_writer import ArenaWriter
 from tests.arenas import JOB, RANK, check, used_bytes, versions
+from tests.tmpfs import run_in_tmpfs
 
 ROOT = Path(__file__).parents[2]
 PYTHONPATH = os.pathsep.join([str(ROOT), *sys.path])
@@ -127,19 +128,6 @@ sealer.close()
 
 
 def test_a_tmpfs_that_really_fills_up(tmp_path: Path) -> None:
-    """In a mount namespace of its own, so that it needs no privilege where user namespaces are allowed."""
-    unshare = shutil.which("unshare")
-    probe = [unshare or "unshare", "--user", "--map-root-user", "--mount"]
-    if unshare is None or subprocess.run([*probe, "true"], capture_output=True).returncode != 0:
-        pytest.skip("this machine does not let us make a mount namespace")
-    script = f'mount -t tmpfs -o size=6m tmpfs "$1" && exec "{sys.executable}" -c "$2" "$1"'
-    done = subprocess.run(
-        [*probe, "sh", "-c", script, "sh", tmp_path, FILL],
-        env={**os.environ, "PYTHONPATH": PYTHONPATH},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "is full: 40" in done.stdout
-    assert "bytes needed" in done.stdout
+    printed = run_in_tmpfs(FILL, "6m", tmp_path)
+    assert "is full: 40" in printed
+    assert "bytes needed" in printed

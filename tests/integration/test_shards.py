@@ -4,7 +4,6 @@ door."""
 import json
 import os
 import random
-import shutil
 import signal
 import socket
 import subprocess
@@ -27,6 +26,7 @@ from flashrec.state.manifest import ExportManifest, Source, export_path
 from flashrec.state.pull import Puller, PullIncomplete, PullReport
 from flashrec.state.remote import ShardConnection, SourceFailed
 from flashrec.state.shardwire import Get, pack_request, unpack_header
+from tests.tmpfs import run_in_tmpfs
 
 PYTHONPATH = os.pathsep.join(sys.path)
 KEY = b"0123456789abcdef"
@@ -481,18 +481,5 @@ assert slots.read(1) == b"3" * 600_000
 
 
 def test_a_tmpfs_that_really_fills_up(tmp_path: Path) -> None:
-    """In a mount namespace of its own, so that it needs no privilege where user namespaces are allowed."""
-    unshare = shutil.which("unshare")
-    probe = [unshare or "unshare", "--user", "--map-root-user", "--mount"]
-    if unshare is None or subprocess.run([*probe, "true"], capture_output=True).returncode != 0:
-        pytest.skip("this machine does not let us make a mount namespace")
-    script = f'mount -t tmpfs -o size=1m tmpfs "$1" && exec "{sys.executable}" -c "$2" "$1"'
-    done = subprocess.run(
-        [*probe, "sh", "-c", script, "sh", tmp_path, FILL],
-        env={**os.environ, "PYTHONPATH": PYTHONPATH},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "is full: 600056 bytes needed" in done.stdout
+    printed = run_in_tmpfs(FILL, "1m", tmp_path)
+    assert "is full: 600056 bytes needed" in printed

@@ -34,6 +34,7 @@ from tests.arenas import (
     used_bytes,
     versions,
 )
+from tests.crashing import in_crashing_child
 
 CHUNK = 4096
 
@@ -385,48 +386,6 @@ def test_half_written_chunks_are_not_taken_for_what_they_were(tmp_path: Path) ->
             assert stream(manifest) == b"".join(expected.read_piece(piece) for piece in one.part(RANK))
 
 
-class CrashingOs:
-    """`os`, but the process ends right before or right after the n-th call that changes anything."""
-
-    CHANGING = ("open", "posix_fallocate", "pwrite", "rename", "unlink", "close")
-
-    def __init__(self, survive_calls: int, *, after: bool) -> None:
-        self._left = survive_calls
-        self._after = after
-
-    def __getattr__(self, name: str) -> object:
-        real = getattr(os, name)
-        if name not in self.CHANGING:
-            return real
-
-        def call(*args: object) -> object:
-            if self._left == 0 and not self._after:
-                os._exit(77)
-            result = real(*args)
-            if self._left == 0:
-                os._exit(77)
-            self._left -= 1
-            return result
-
-        return call
-
-
-def in_crashing_child(survive_calls: int, *, after: bool, act: Callable[[], None]) -> bool:
-    """Run `act` in a forked child that dies at the given system call; whether it died there (or got
-    through)."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            arena_writer.os = arena_format.os = files.os = CrashingOs(survive_calls, after=after)
-            act()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    assert code in (0, 77), f"the child failed instead of crashing: {code}"
-    return code == 77
-
-
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_a_writer_that_dies_at_any_system_call(tmp_path: Path, after: bool) -> None:
     """While it takes over, makes a new file and removes the old one."""
@@ -442,7 +401,7 @@ def test_a_writer_that_dies_at_any_system_call(tmp_path: Path, after: bool) -> N
             for version in (1, 2):
                 seal(writer, version, layout=GROWN)
 
-        crashed = in_crashing_child(calls, after=after, act=act)
+        crashed = in_crashing_child((arena_writer, arena_format, files), calls, after=after, act=act)
         seen = versions(arena)
         assert seen in ([0], [0, 1], [1], [1, 2])
         assert arena.problems() == []

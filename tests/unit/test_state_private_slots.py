@@ -2,8 +2,8 @@
 or unseen."""
 
 import errno
+import functools
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from flashrec.errors import EnvironmentFault, IntegrityError, UsageError
 from flashrec.state import files, private_slots
 from flashrec.state.private_slots import HEADER_BYTES, KEPT_VERSIONS, PrivateSlots
+from tests.crashing import in_crashing_child
 
 PAYLOADS = {version: bytes([version]) * (1000 + version) for version in range(10)}
 
@@ -61,53 +62,6 @@ def test_an_empty_payload_is_a_version(slots: PrivateSlots) -> None:
 # ----------------------------------------------------------------------------
 
 
-class CrashingOs:
-    """`os`, but the process ends right before or right after the n-th call that changes anything."""
-
-    CHANGING = ("open", "writev", "close", "rename", "unlink")
-
-    def __init__(self, survive_calls: int, *, after: bool, write_at_most: int) -> None:
-        self._left = survive_calls
-        self._after = after
-        self._write_at_most = write_at_most
-
-    def __getattr__(self, name: str) -> object:
-        real = getattr(os, name)
-        if name not in self.CHANGING:
-            return real
-
-        def call(*args: object) -> object:
-            if self._left == 0 and not self._after:
-                os._exit(77)
-            if name == "writev":
-                fd, views = args
-                args = (fd, [views[0][: self._write_at_most]])  # many short writes
-            result = real(*args)
-            if self._left == 0:
-                os._exit(77)
-            self._left -= 1
-            return result
-
-        return call
-
-
-def in_crashing_child(survive_calls: int, *, after: bool, act: Callable[[], None]) -> bool:
-    """Run `act` in a forked child that dies at the given system call; whether it died there (or got
-    through)."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            crashing = CrashingOs(survive_calls, after=after, write_at_most=400)
-            private_slots.os = files.os = crashing
-            act()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    assert code in (0, 77), f"the child failed instead of crashing: {code}"
-    return code == 77
-
-
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_a_crash_at_any_system_call_leaves_whole_versions_only(tmp_path: Path, after: bool) -> None:
     visible_after_crash = set()
@@ -116,7 +70,13 @@ def test_a_crash_at_any_system_call_leaves_whole_versions_only(tmp_path: Path, a
         slots = PrivateSlots(tmp_path / str(calls), 0)
         for version in (3, 4, 5):
             slots.seal(version, 1, PAYLOADS[version])
-        crashed = in_crashing_child(calls, after=after, act=lambda slots=slots: slots.seal(6, 1, PAYLOADS[6]))
+        crashed = in_crashing_child(
+            (private_slots, files),
+            calls,
+            after=after,
+            act=lambda slots=slots: slots.seal(6, 1, PAYLOADS[6]),
+            write_at_most=400,
+        )
         # Another process (the daemon, the replacement) looks at what is there.
         reader = PrivateSlots(tmp_path / str(calls), 0)
         seen = versions(reader)
@@ -141,7 +101,8 @@ def test_a_crash_at_any_system_call_leaves_whole_versions_only(tmp_path: Path, a
 
 def test_a_torso_left_by_a_dead_writer_is_swept_by_the_next_seal(tmp_path: Path) -> None:
     slots = PrivateSlots(tmp_path, 0)
-    assert in_crashing_child(2, after=True, act=lambda: slots.seal(0, 1, PAYLOADS[9]))
+    act = functools.partial(slots.seal, 0, 1, PAYLOADS[9])
+    assert in_crashing_child((private_slots, files), 2, after=True, act=act, write_at_most=400)
     assert any(name.startswith(".") for name in names(slots))
     assert versions(slots) == []
     PrivateSlots(tmp_path, 0).seal(0, 2, b"x")
@@ -314,12 +275,3 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(EnvironmentFault, match="file"):
         PrivateSlots(tmp_path / "file", 0)
-
-
-def test_check_space_names_directory_needed_and_free(slots: PrivateSlots) -> None:
-    slots.check_space(1)
-    needed = 1 << 60
-    with pytest.raises(
-        EnvironmentFault, match=rf"{slots.directory} is full: {needed} bytes needed, \d+ free"
-    ):
-        slots.check_space(needed)
