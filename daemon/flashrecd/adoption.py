@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from flashrec import __version__
 from flashrec.errors import FlashrecError, ProtocolError
 from flashrec.protocol import messages as msg
+from flashrec.protocol import records as rec
 from flashrec.protocol.codec import decode
 from flashrec.protocol.jobdir import PARENT, JobDirectory, job_directories
 from flashrec.protocol.jobfiles import JobFiles, is_ours, lives, number_of
@@ -45,10 +46,10 @@ class Orphaned:
     """A job without a daemon. `processes`: in the order in which they were launched."""
 
     directory: JobDirectory
-    record: msg.JobRecord
+    record: rec.JobRecord
     submit: msg.Submit | msg.Join
-    ledger: msg.LedgerRecord
-    processes: tuple[msg.ProcessRecord, ...]
+    ledger: rec.LedgerRecord
+    processes: tuple[rec.ProcessRecord, ...]
 
 
 def find(address: str, note: Note, parent: Path = PARENT) -> Orphaned | None:
@@ -72,9 +73,9 @@ def find(address: str, note: Note, parent: Path = PARENT) -> Orphaned | None:
 
 def _read(path: Path, address: str) -> Orphaned | None:
     """None: it is not this daemon's to take."""
-    if not is_ours(path) or not (path / "job").exists():
-        return None
     files = JobFiles(path)
+    if not is_ours(path) or not files.is_described or files.is_part:
+        return None
     record = files.job()
     if record.address != address:
         return None
@@ -82,6 +83,8 @@ def _read(path: Path, address: str) -> Orphaned | None:
         raise ProtocolError(f"its job is of flashrec {record.release}, this daemon of {__version__}")
     submit = decode(record.submit, msg.Submit | msg.Join)
     assert isinstance(submit, msg.Submit | msg.Join)
+    if isinstance(submit, msg.Submit) and submit.num_nodes + submit.num_spare_nodes > 1:
+        raise ProtocolError("its job runs on several nodes, which no other leader can take over yet")
     processes = tuple(files.processes())
     if not any(one.rank is not None and lives(one.pid, one.start_ticks) for one in processes):
         raise ProtocolError("no rank of its job lives")
@@ -90,7 +93,7 @@ def _read(path: Path, address: str) -> Orphaned | None:
 
 def take_over(job: JobRun, orphaned: Orphaned, supervisor: Supervisor) -> None:
     """Watch what lives of it, end the standbys, and tell the core. The job's directory is `orphaned.directory`."""
-    last: dict[int, msg.ProcessRecord] = {}
+    last: dict[int, rec.ProcessRecord] = {}
     for record in orphaned.processes:
         if record.rank is not None and record.rank < orphaned.submit.world_size:
             last[record.rank] = record
@@ -106,6 +109,9 @@ def take_over(job: JobRun, orphaned: Orphaned, supervisor: Supervisor) -> None:
         why_sealed=next((one.why_sealed for one in last.values() if one.why_sealed), ""),
     )
     job.feed(adopt)
+    if job.records is not None:
+        for record in last.values():
+            job.records.holds(Process.of(record))
     ours = isinstance(orphaned.submit, msg.Submit)
     for record in orphaned.processes:
         if record not in last.values() and _watched(job, record, supervisor, ours):
@@ -123,7 +129,7 @@ def take_over(job: JobRun, orphaned: Orphaned, supervisor: Supervisor) -> None:
         job.exited(proc, None, None)
 
 
-def _watched(job: JobRun, record: msg.ProcessRecord, supervisor: Supervisor, ours: bool) -> bool:
+def _watched(job: JobRun, record: rec.ProcessRecord, supervisor: Supervisor, ours: bool) -> bool:
     """Whether it lives; then its end will be told. `ours`: a daemon started it, no other launcher."""
     if not lives(record.pid, record.start_ticks):
         return False
@@ -133,6 +139,15 @@ def _watched(job: JobRun, record: msg.ProcessRecord, supervisor: Supervisor, our
         return False
     job.processes[record.proc] = Process.of(record)
     return True
+
+
+def refusal(offer: msg.Rejoin, job: str, process: Process | None, *, is_awaited: bool) -> msg.Refused | None:
+    """Why an offer to be adopted is not taken; None if it is. `is_awaited`: whether `process` may still make one."""
+    if offer.job != job or process is None or process.gone or not is_awaited:
+        return msg.Refused("stranger", f"{offer.proc} of job {offer.job} is not one that is awaited here")
+    if (offer.pid, offer.rank) != (process.pid, process.rank):
+        return msg.Refused("stranger", f"{offer.proc} is not process {offer.pid} with rank {offer.rank}")
+    return None
 
 
 def standing(offer: msg.Rejoin, private: tuple[int, ...], sealed: tuple[int, ...]) -> ev.Adopted:

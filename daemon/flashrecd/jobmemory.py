@@ -7,7 +7,7 @@ from flashrec.errors import FlashrecError
 from flashrec.state.arena import Arena
 from flashrec.state.files import free_bytes
 from flashrec.state.layout import RankLayout
-from flashrec.state.private_slots import PrivateSlots
+from flashrec.state.private_slots import FULL, PRIVATE, PrivateSlots
 
 
 class JobMemory:
@@ -19,14 +19,21 @@ class JobMemory:
         self._note = note
         self._first: dict[int, RankLayout] = {}  # what the first process of each rank has published
         self.arena_bytes: dict[int, int] = {}
-        """By rank, what the sealed regime takes of shared memory."""
+        """By rank, what sealing takes of shared memory."""
 
     def kept(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The versions in the rank's private slots, and in its arena."""
         problems: list[str] = []
         try:
-            slots = PrivateSlots(self._directory / "private", rank)
-            private = tuple(slot.version for slot in slots.sealed())
+            private = tuple(
+                sorted(
+                    {
+                        slot.version
+                        for directory in (PRIVATE, FULL)
+                        for slot in PrivateSlots(self._directory / directory, rank).sealed()
+                    }
+                )
+            )
             arena = Arena(self._directory / "arena", rank, self._job)
             sealed = tuple(one.version for one in arena.sealed(problems))
         except FlashrecError as error:
@@ -58,18 +65,21 @@ class JobMemory:
         return ""
 
     def needs(self) -> str:
-        """What the sealed regime takes, for a person."""
+        """What sealing takes, for a person."""
         needed, free = sum(self.arena_bytes.values()), free_bytes(self._directory)
         return (
             f"{needed / 2**20:.1f} MiB of shared memory for the sealed versions of {len(self.arena_bytes)} ranks "
             f"(twice what they seal); {self._directory.parent} has {free / 2**20:.0f} MiB free"
         )
 
-    def shortage(self) -> str:
-        """Why the sealed regime cannot be had, in words; "" if it can."""
-        if sum(self.arena_bytes.values()) <= free_bytes(self._directory):
+    def shortage(self, *, served: bool = False) -> str:
+        """Why there can be no arenas, in words; "" if there can. `served`: besides, there must be room for the state
+        once more, which survivors serve in a recovery of the live regime."""
+        needed = sum(self.arena_bytes.values())
+        if needed + (needed // 2 if served else 0) <= free_bytes(self._directory):
             return ""
-        return f"there is no room for the arenas: {self.needs()}"
+        also = ", and half as much must be left for what survivors serve" if served else ""
+        return f"there is no room for the arenas: {self.needs()}{also}"
 
     def _published(self, rank: int) -> RankLayout:
         return RankLayout.from_bytes(self._path(rank).read_bytes())

@@ -9,26 +9,31 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from typing import Any
 
-from flashrec.errors import FlashrecError, ProtocolError
+from flashrec.errors import ProtocolError
 from flashrec.protocol import messages as msg
+from flashrec.protocol.exitcode import exit_code
 from flashrec.protocol.jobdir import JobDirectory
-from flashrec.protocol.tag import Tag, TagReader, tag_path
-from flashrec.state.export import discard_exports
-from flashrecd.adoption import standing
+from flashrec.protocol.tag import Tag
+from flashrecd import rejoining
+from flashrecd.adoption import refusal, standing
 from flashrecd.core import events as ev
-from flashrecd.core.detection import HEARTBEATS
+from flashrecd.core.detection import HEARTBEATS, KEPT_FACTOR
 from flashrecd.core.job import Core
-from flashrecd.core.state import JobConfig, RankStatus, Status
+from flashrecd.core.state import JobConfig, Kept, RankStatus, Status
 from flashrecd.eventlog import EventLog
-from flashrecd.jobmemory import JobMemory
-from flashrecd.launching import SUMMARY_CHARACTERS, Process, Source, last_words
+from flashrecd.hosts import Host, LocalHost, Versions
+from flashrecd.jobnodes import JobNodes, newly_lost
+from flashrecd.jobprocesses import JobProcesses
+from flashrecd.launching import SUMMARY_CHARACTERS, OwnProcesses, Process, ProcessSource
+from flashrecd.place import Place
 from flashrecd.records import Records
 from flashrecd.recoveries import Recoveries
 from flashrecd.rendezvous import Rendezvous
+from flashrecd.shardserver import ShardServer
 from flashrecd.supervise import Supervisor
 
-COULD_NOT_START = 71  # EX_OSERR
 FAULT_MATTERS = (Status.ADOPTING, Status.RUNNING, Status.PARKING, Status.FORMING)
 CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 
@@ -36,49 +41,82 @@ CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.
 class JobRun:
     """A job from its beginning to its end. `source` brings its processes about, `send(identity, message)` reaches one,
     `ended(code, reason)` is called once. `directory`: of a job that another daemon began. `recorded`: another daemon
-    may take over, and the ranks wait for it for `patience_s`."""
+    may take over, and the ranks wait for it for `patience_s`.
+
+    `hosts` are the job's nodes, by number; the first is this daemon's own."""
 
     def __init__(
         self,
         name: str,
         config: JobConfig,
-        source: Source,
+        source: ProcessSource,
         *,
         target: str,
         pull: str,
         supervisor: Supervisor,
         log: EventLog,
         shard_address: str,
+        shards: ShardServer,
         send: Callable[[bytes, msg.Message], None],
         ended: Callable[[int, str], None],
         directory: JobDirectory | None = None,
         recorded: bool = False,
         patience_s: float = 0.0,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
         self.target = target
-        self.source = source
         self.core = Core(config)
         self.recoveries = Recoveries(config.world_size)
         self.directory = directory or JobDirectory.make(name)
         self.shm_dir = self.directory.path
         self.records = Records(self.shm_dir, self.log) if recorded else None
-        self.memory = JobMemory(self.shm_dir, name, self.log)
-        self.processes: dict[str, Process] = {}
+        self.local = LocalHost(
+            name=config.nodes[0].name,
+            job=name,
+            directory=self.shm_dir,
+            source=source,
+            supervisor=supervisor,
+            send=send,
+            note=self.log,
+            shards=shards,
+            holdings=lambda generation, kept: self.holdings(0, generation, kept),
+        )
+        self.hosts: list[Host] = [self.local]
+        self.nodes = JobNodes(self.hosts)
+        self.procs = JobProcesses(
+            self.hosts,
+            config.ranks_per_node,
+            note=self.log,
+            failed=lambda process, reason: self.feed(ev.Failed(process.name, reason)),
+            exited=self.exited,
+            forgotten=self._maybe_end,
+        )
+        self.arena_bytes: dict[int, int] = {}
+        """By rank, what the sealed regime takes of its node's shared memory."""
+        self.place: Place | None = None
+        """Of this node, where there are others."""
+        self.links: list[dict[str, Any]] = []
+        """How its nodes reach each other, as found when it began."""
         self._pull = pull
         self._patience_s = patience_s
         self._supervisor = supervisor
         self._log = log
         self._shard_address = shard_address
-        self._send = send
         self._ended = ended
-        self._clock = clock
-        self._tags: dict[int, TagReader] = {}
         self._rendezvous = Rendezvous(self._answer_get)
         self._replaced: tuple[int, ...] = ()  # by the newest plan
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing: asyncio.Task[None] | None = None
         self._end: tuple[int, str] | None = None
+
+    @property
+    def processes(self) -> dict[str, Process]:
+        """By name, until nothing is left of it."""
+        return self.procs.by_name
+
+    @property
+    def source(self) -> ProcessSource:
+        """Of this node's processes."""
+        return self.local.source
 
     # --- in ---------------------------------------------------------------------------------------------
 
@@ -87,20 +125,23 @@ class JobRun:
 
     def begin(self, how: Callable[[], None]) -> None:
         """`how` tells the core of the first event."""
-        self.source.begin()
+        self.local.source.begin()
         how()
 
     def feed(self, event: ev.Event) -> None:
         """Tell the core, and do what it answers."""
-        before = self.core.state.status
-        actions = self.core.handle(event, self._clock())
+        before = self.core.state
+        actions = self.core.handle(event, time.monotonic())
         if self.records is not None:
             self.records.count(self.core.state)
+        for node in newly_lost(before, self.core.state):
+            self._lose(node)
         for action in actions:
             self._do(action)
-        if before is not self.core.state.status and self.core.state.status is Status.RUNNING:
+        if before.status is not self.core.state.status and self.core.state.status is Status.RUNNING:
             # Every replacement has installed what was served: shared memory is the job's to use again.
-            discard_exports(self.shm_dir, self.core.state.generation + 1)
+            for host in self.hosts:
+                host.runs(self.core.state.generation, ())
 
     def exited(self, proc: str, code: int | None, number: int | None) -> None:
         """A process is gone; called by the supervisor within a millisecond or so."""
@@ -110,7 +151,9 @@ class JobRun:
             return
         process.gone = True
         if number is None and code is None:
-            code = process.said_code
+            code = exit_code(self.shm_dir, proc)
+            if code is None:
+                code = process.said_code
         rank = self.core.rank_of(proc)
         tag = self.tag(rank) if rank is not None else None
         left = tag.step if tag is not None and tag.is_at_end else None
@@ -119,22 +162,17 @@ class JobRun:
             ended = "ended" if code is None else f"exit {code}"
             kind = signal.Signals(number).name if number is not None else ended
             self.recoveries.fault(now, rank, kind, tag)
-        if not process.explained and (code or number in CRASHES) and (words := last_words(process.stderr)):
+        if (
+            not process.explained
+            and (code or number in CRASHES)
+            and (words := self.procs.host(process).last_words(process))
+        ):
             self.feed(ev.Failed(proc, f"last on stderr: {words}"))
-        kept = self.memory.kept(rank) if rank is not None else ((), ())
+        kept = self.procs.host(process).kept(rank) if rank is not None else Versions()
         self.feed(ev.Exited(proc, code, number, *kept, tag.step if tag is not None else None, left))
         if self.records is not None:
             self.records.ended(process)
-        self._task(self._forget(proc))
-
-    async def _forget(self, proc: str) -> None:
-        process = self.processes[proc]
-        try:
-            await self.source.ended(process)
-        except OSError as error:  # a file of its output cannot be read: the job ends nevertheless
-            self.log("output not shown", f"of {proc}, the end: {error}", process.rank)
-        self.processes.pop(proc, None)
-        self._maybe_end()
+        self.procs.forget(process)
 
     def received(self, message: msg.FROM_PROCESS) -> None:
         """A message of a process that has said Hello before."""
@@ -152,12 +190,15 @@ class JobRun:
                 self._protected(message)
             case msg.Switched():
                 self.feed(ev.Switched(message.proc, message.why_sealed))
+            case msg.Unsealed():
+                self.feed(ev.Unsealed(message.proc, message.why_unsealed))
             case msg.Parked():
                 if self.recoveries.open is None and self.core.state.status is Status.RUNNING:
                     self.recoveries.suspicion(now)
                 self.recoveries.mark("parked", message.at_ns)
                 rank = self.core.rank_of(message.proc)
-                kept = self.memory.kept(rank) if rank is not None else ((), ())
+                process = self.processes[message.proc]
+                kept = self.procs.host(process).kept(rank) if rank is not None else Versions()
                 parked = ev.Parked(
                     message.proc, message.generation, message.version, message.can_advance, *kept
                 )
@@ -177,7 +218,7 @@ class JobRun:
                 if message.proc in self.processes:
                     self.processes[message.proc].said_code = message.code
                 if self.core.config.external:
-                    self._to(message.proc, msg.Released())  # it waits to be heard
+                    self.procs.send(message.proc, msg.Released())  # it waits to be heard
             case msg.Leaving():
                 self.feed(ev.Leaving(message.proc, message.generation, message.version))
             case msg.Noted():
@@ -189,38 +230,39 @@ class JobRun:
             case msg.Hello():
                 pass
 
-    def hello(self, message: msg.Hello, identity: bytes) -> msg.Refused | None:
-        """Bind a process's identity, and welcome it; or Refused, for a stranger."""
+    def hello(self, message: msg.Hello, identity: bytes = b"") -> msg.Refused | None:
+        """Bind a process's identity, if it is on this node, and welcome it; or Refused, for a stranger."""
         process = self.processes.get(message.proc)
-        if process is None or process.identity is not None:
+        if process is None or process.heard or (process.node == 0) != bool(identity):
             return msg.Refused("stranger", f"{message.proc} is not a process this daemon is waiting for")
-        process.identity, process.pid = identity, message.pid
-        self._welcome(process)
+        process.pid, process.heard = message.pid, True
+        if identity:
+            self.local.bind(process, identity)
+        self.welcome(process)
         self.feed(ev.Heartbeat(message.proc))
         return None
 
     def rejoin(self, message: msg.Rejoin, identity: bytes) -> msg.Refused | None:
-        """A process of a daemon that has died is there. None: it is adopted."""
+        """A process of a daemon that has died is there, on this node. None: it is adopted."""
         process = self.processes.get(message.proc)
-        if message.job != self.name or process is None or not process.adopted or process.gone:
-            return msg.Refused(
-                "stranger", f"{message.proc} of job {message.job} is not one that is awaited here"
-            )
-        if (message.pid, message.rank) != (process.pid, process.rank):
-            return msg.Refused(
-                "stranger", f"{message.proc} is not process {message.pid} with rank {message.rank}"
-            )
-        adopted = standing(message, *self.memory.kept(message.rank))
-        process.identity = identity
-        self._welcome(process)
-        self.memory.arena_bytes[message.rank] = message.arena_bytes
+        is_awaited = process is not None and process.adopted
+        if (refused := refusal(message, self.name, process, is_awaited=is_awaited)) is not None:
+            return refused
+        assert process is not None
+        adopted = standing(message, *self.local.kept(message.rank))
+        process.heard = True
+        self.local.bind(process, identity)
+        self.welcome(process)
+        self.arena_bytes[message.rank] = message.arena_bytes
+        self.local.memory.arena_bytes[message.rank] = message.arena_bytes
         if message.built_offered:
             self.feed(ev.BuiltOffered())
-        self.feed(adopted)
+        self.feed(adopted._replace(shortage=self.local.memory.shortage()))
+        if message.why_unsealed:
+            self.feed(ev.Unsealed(message.proc, message.why_unsealed))
         return None
 
-    def _welcome(self, process: Process) -> None:
-        assert process.identity is not None
+    def welcome(self, process: Process) -> None:
         if self.records is not None:
             self.records.took(process, self.core.state)
         welcome = msg.Welcome(
@@ -237,16 +279,52 @@ class JobRun:
             daemon_pid=os.getpid(),
             external=self.core.config.external,
             patience_s=self._patience_s,
+            local_rank=process.local_rank,
+            local_world_size=self.core.config.ranks_per_node,
+            node=process.node,
+            num_nodes=len(self.hosts),
+            kept_within_s=KEPT_FACTOR * self.core.config.suspect_after_s,
         )
-        self._send(process.identity, welcome)
-        for message_kept in process.unsent:
-            self._send(process.identity, message_kept)
-        process.unsent.clear()
+        if self.place is not None and process.node == 0:
+            welcome = self.place.filled_in(welcome)
+        self.procs.host(process).send(process, welcome)
 
     def joined(self, message: msg.Hello, identity: bytes) -> None:
         """Another launcher has started a process that was waited for."""
         self.hello(message, identity)
         self.feed(ev.Joined(message.proc))
+
+    # --- other nodes --------------------------------------------------------------------------------------
+
+    def _lose(self, node: int) -> None:
+        """The core has given it up: its processes count as dead, and nothing that it says is of this job any more."""
+        now, host = time.monotonic_ns(), self.hosts[node]
+        for process in self.procs.lose(node):
+            if process.rank is not None:
+                self.recoveries.fault(now, process.rank, "node lost", host.tag(process.rank))
+            elif self.records is not None:
+                self.records.ended(process)
+        host.lost()
+
+    def rejoined(self, message: msg.Rejoin) -> msg.Refused | None:
+        """A rank of another node, whose daemon has died, is there. None: it is adopted."""
+        return rejoining.rejoined(self, message)
+
+    def processes_on(self, node: int) -> list[str]:
+        """Those that have not ended, as far as is known."""
+        return [
+            process.name for process in self.processes.values() if process.node == node and not process.gone
+        ]
+
+    def output(self, output: msg.Output) -> None:
+        assert isinstance(self.source, OwnProcesses)
+        self.source.relay(output)
+
+    def heartbeat(self, proc: str) -> None:
+        self.feed(ev.Heartbeat(proc))
+
+    def holdings(self, node: int, generation: int, kept: tuple[Kept, ...]) -> None:
+        self.feed(ev.Holdings(node, generation, kept))
 
     def condemn(self, proc: str, why: str) -> None:
         """End a process that must not go on."""
@@ -256,7 +334,7 @@ class JobRun:
         """A few times a second: what the ranks' tags say, then the clock."""
         for rank, member in enumerate(self.core.state.members):
             process = self.processes.get(member.proc)
-            if member.status in (RankStatus.DEAD, RankStatus.DONE) or process is None or not process.identity:
+            if member.status in (RankStatus.DEAD, RankStatus.DONE) or process is None or not process.heard:
                 continue  # who has not been heard shows no tag yet: what is there is its predecessor's
             tag = self.tag(rank)
             if tag is not None:
@@ -264,20 +342,15 @@ class JobRun:
         self.feed(ev.Tick())
 
     def tag(self, rank: int) -> Tag | None:
-        reader = self._tags.setdefault(rank, TagReader(tag_path(self.shm_dir, rank)))
-        try:
-            return reader.read()
-        except FlashrecError as error:
-            self.log("bad tag", str(error), rank)
-            return None
+        return self.hosts[self.core.state.members[rank].node].tag(rank)
 
     def log(self, event: str, reason: str, rank: int | None = None, step: int | None = None) -> None:
         generation = self.core.state.generation
         self._log.write(event, reason, job=self.name, generation=generation, step=step, rank=rank)
 
     def pids(self) -> dict[str, int]:
-        """Process name -> pid, of those that live."""
-        return self._supervisor.pids
+        """Process name -> pid, of those that live (on their node)."""
+        return self.procs.pids()
 
     # --- particular messages ------------------------------------------------------------------------------
 
@@ -285,15 +358,23 @@ class JobRun:
         self.recoveries.mark("exported", message.at_ns)
         if message.generation != self.core.state.generation:
             return
-        part = msg.PartReady(message.generation, message.rank, message.manifest)
-        for rank, member in enumerate(self.core.state.members):
+        members = self.core.state.members
+        home = members[message.rank].node if message.rank < len(members) else 0
+        for rank, member in enumerate(members):
             if member.status is RankStatus.FORMING and rank in self._replaced:
-                self._to(member.proc, part)
+                address = "" if member.node == home else self.hosts[home].shard_address
+                self.procs.send(
+                    member.proc, msg.PartReady(message.generation, message.rank, message.manifest, address)
+                )
 
     def _committed(self, message: msg.Committed) -> None:
         rank = self.core.rank_of(message.proc)
         if rank is None:
             return
+        if self.core.state.status is Status.RUNNING and message.generation == self.core.state.generation:
+            # Not before: nobody votes until those who keep its replicas from now on have acknowledged them.
+            for node, ranks in self.nodes.take_forgotten():
+                self.hosts[node].runs(message.generation, ranks)
         done = self.recoveries.committed(message.generation, rank, message.at_ns)
         if done is not None:
             took = (done.marks["redone"] - done.began_ns) / 1e6
@@ -315,127 +396,91 @@ class JobRun:
         rank = self.core.rank_of(message.proc)
         if rank is None:
             return
-        self.memory.arena_bytes[rank] = message.arena_bytes
-        words = self.memory.disagreement(rank), self.memory.shortage()
-        self.feed(ev.Protected(message.proc, message.claims, message.why_sealed, *words))
+        self.arena_bytes[rank] = message.arena_bytes
+        words = self.procs.host(self.processes[message.proc]).describe(rank, message.arena_bytes)
+        words = words._replace(unsealed=message.why_unsealed or words.unsealed)
+        self.feed(
+            ev.Protected(
+                message.proc, message.claims, message.why_sealed, *words, size_bytes=message.arena_bytes
+            )
+        )
         if self.records is not None and message.proc in self.processes:
             self.records.took(self.processes[message.proc], self.core.state)
 
     def _answer_get(self, requester: str, generation: int, key: str, value: bytes) -> None:
-        self._to(requester, msg.Value(generation, key, value))
+        self.procs.send(requester, msg.Value(generation, key, value))
 
     # --- out --------------------------------------------------------------------------------------------
-
-    def _to(self, proc: str, message: msg.Message) -> None:
-        process = self.processes.get(proc)
-        if process is None:
-            return
-        if process.identity is None:
-            process.unsent.append(message)  # it has not said Hello yet
-        else:
-            self._send(process.identity, message)
 
     def _do(self, action: ev.Action) -> None:
         match action:
             case ev.Launch():
-                self._launch_process(action)
+                self.procs.launch(action)
             case ev.Prepare():
-                self._to(action.proc, msg.Prepare())
+                self.procs.send(action.proc, msg.Prepare())
             case ev.Assign():
-                self._assign(action)
+                process = self.procs.assign(action)
+                if self.records is not None:
+                    self.records.took(process, self.core.state)
+                assigned = msg.Assign(action.rank, action.generation, process.local_rank or 0)
+                self.procs.send(action.proc, assigned)
             case ev.Abort():
                 for proc in action.procs:
-                    self._to(proc, msg.Abort(action.generation, action.reason))
+                    self.procs.send(proc, msg.Abort(action.generation, action.reason))
             case ev.SendPlan():
                 plan = action.plan
                 self._replaced = plan.replaced
+                self.nodes.planned(self.core.state, action.keepers)
                 self.recoveries.planned(plan.generation, plan.version, time.monotonic_ns())
                 resume = msg.ResumePlan(
-                    plan.generation, plan.version, plan.replaced, plan.served, action.sealing
+                    plan.generation,
+                    plan.version,
+                    plan.replaced,
+                    plan.served,
+                    action.sealing,
+                    watermark=plan.watermark,
                 )
                 for proc in action.procs:
-                    self._to(proc, resume)
+                    self.procs.send(proc, self.nodes.resume(resume, self.core.rank_of(proc), action))
             case ev.SetRegime():
-                if action.sealing:
-                    self.log("arena memory", self.memory.needs())
+                if action.sealing or not action.why_unsealed:
+                    for host in self.hosts:
+                        if words := host.needs():
+                            self.log("arena memory" if action.sealing else "full versions", words)
                 for proc in action.procs:
-                    self._to(proc, msg.Regime(action.sealing))
+                    rank = self.core.rank_of(proc)
+                    keepers = self.nodes.keepers(rank, action.keepers)
+                    self.procs.send(proc, msg.Regime(action.sealing, keepers, action.why_unsealed))
             case ev.Release():
                 for proc in action.procs:
-                    self._to(proc, msg.Released())
+                    self.procs.send(proc, msg.Released())
             case ev.Kill():
-                self._kill(action)
+                self.procs.end(action)
             case ev.Inspect():
                 for proc in action.procs:
-                    self._to(proc, msg.Inspect())
+                    self.procs.send(proc, msg.Inspect())
+            case ev.Fence():
+                for node in action.nodes:
+                    self.hosts[node].fence(action.generation)
+            case ev.Settle():
+                for node in action.nodes:
+                    self.hosts[node].settle(action.generation, action.version, action.sealed)
             case ev.Log():
                 self.log(action.event, action.reason, action.rank, action.step)
             case ev.End():
                 self._end = (action.code, action.reason)
                 self._maybe_end()
 
-    def _launch_process(self, action: ev.Launch) -> None:
-        number = int(action.proc.removeprefix("p"))
-        process = Process(action.proc, number, action.rank, action.generation, action.replacement)
-        self.processes[action.proc] = process
-        process.starting = self._task(self._start_process(process))
-        process.starting.add_done_callback(lambda task: self._started(process, task))
-
-    def _started(self, process: Process, task: asyncio.Task[None]) -> None:
-        """The start is over: it worked, or failed, or was called off, perhaps before it had begun."""
-        process.starting = None
-        if task.cancelled():
-            self.exited(process.name, None, signal.SIGKILL)
-        elif (error := task.exception()) is not None:
-            self.log("process not started", f"{process.name}: {error}", process.rank)
-            process.explained = True
-            self.feed(ev.Failed(process.name, str(error)))
-            self.exited(process.name, COULD_NOT_START, None)
-
-    async def _start_process(self, process: Process) -> None:
-        pid = await self.source.start(process)
-        self.log("process started", f"{process.name}, pid {pid}", process.rank)
-
-    def _assign(self, action: ev.Assign) -> None:
-        process = self.processes[action.proc]
-        process.rank, process.generation = action.rank, action.generation
-        self.source.assigned(process)
-        if self.records is not None:
-            self.records.took(process, self.core.state)
-        self._to(action.proc, msg.Assign(action.rank, action.generation))
-
-    def _kill(self, action: ev.Kill) -> None:
-        process = self.processes.get(action.proc)
-        if process is None:
-            return
-        if process.starting is not None:
-            process.starting.cancel()
-        elif action.hard:
-            self._supervisor.kill_group(action.proc)
-        else:
-            self._supervisor.signal(action.proc, signal.SIGTERM)
-            self._supervisor.signal(action.proc, signal.SIGCONT)
-
     # --- the end ----------------------------------------------------------------------------------------
-
-    def _task(self, work: "asyncio._CoroutineLike[None]") -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     def _maybe_end(self) -> None:
         if self._end is None or self.processes:
             return
         end, self._end = self._end, None
-        self._task(self._close(*end))
+        self._closing = asyncio.get_running_loop().create_task(self._close(*end))
 
     async def _close(self, code: int, reason: str) -> None:
-        await self.source.close()
-        for reader in self._tags.values():
-            reader.close()
+        await asyncio.gather(*(host.close() for host in self.hosts))
         self.directory.remove()
-        for task in list(self._tasks):
-            if task is not asyncio.current_task():
-                task.cancel()
+        self.procs.close()
         self._ended(code, reason)

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from flashrec.protocol import messages as msg
+from flashrec.protocol import records as rec
 from flashrec.protocol.jobfiles import number_of
 from flashrec.protocol.spawn import ProcSpec
 from flashrecd.supervise import Launch, LogLayout, Supervisor, Tail
+from flashrecd.supervise.logs import STREAMS
 
 ENTRY = "flashrec.runner:main"
 SUMMARY_CHARACTERS = 300
@@ -30,26 +32,29 @@ class Process:
     rank: int | None
     generation: int
     replacement: bool
-    identity: bytes | None = None  # its ZeroMQ identity, once it has said Hello
+    node: int = 0
+    local_rank: int | None = None  # among the ranks of its node
+    heard: bool = False  # it has said Hello, or Rejoin
+    identity: bytes | None = None  # its ZeroMQ identity from then on, if it is on this node
     starting: asyncio.Task[None] | None = None
     gone: bool = False
     explained: bool = False  # it has sent its traceback
     said_code: int | None = None  # with which it said it would exit
     stderr: Path | None = None
     unsent: list[msg.Message] = field(default_factory=list)
-    pid: int = 0  # once it has said Hello
+    pid: int = 0  # once it runs
     own_files: bool = True  # False: it prints into those of its rank
     adopted: bool = False  # another daemon started it
 
     @classmethod
-    def of(cls, record: msg.ProcessRecord) -> "Process":
+    def of(cls, record: rec.ProcessRecord) -> "Process":
         """One that another daemon has welcomed."""
         process = cls(record.proc, number_of(record.proc), record.rank, record.generation, record.replacement)
         process.pid, process.own_files, process.adopted = record.pid, record.own_files, True
         return process
 
 
-class Source(Protocol):
+class ProcessSource(Protocol):
     """Brings about the processes that a job's core asks for."""
 
     def begin(self) -> None:
@@ -72,7 +77,8 @@ class Source(Protocol):
 
 
 class OwnProcesses:
-    """Forks of a warm server, or fresh interpreters. `tell(message)` reaches who submitted the job."""
+    """Forks of a warm server, or fresh interpreters. `tell(message)` reaches who submitted the job, and
+    `note(event, reason, rank)` the event log."""
 
     def __init__(
         self,
@@ -83,6 +89,7 @@ class OwnProcesses:
         log_dir: Path,
         address: str,
         tell: Callable[[msg.Message], None],
+        note: Callable[[str, str, int | None], None],
     ) -> None:
         self.submit = submit
         self.logs = LogLayout(log_dir, name)
@@ -93,12 +100,17 @@ class OwnProcesses:
         self._supervisor = supervisor
         self._address = address
         self._tell = tell
+        self._note = note
         self.is_expected: Callable[[], bool] = lambda: False
         """Whether the command line that submitted the job lives, and may yet ask for what is printed."""
+        self.is_cut_off: Callable[[], bool] = lambda: False
+        """Whether what is told does not reach it, because it has not read what it was told before."""
+        self.adopted = False  # another daemon began the job
         self._tail = Tail(self._output)
         self._followed: dict[str, Process] = {}
         self._following: asyncio.Task[None] | None = None
         self._unheard: dict[str, Process] = {}  # adopted, and nobody has asked yet for what they print
+        self._perhaps_heard: dict[str, Process] = {}  # have ended, and who asked has not been heard of since
         self._rest: list[asyncio.Task[None]] = []  # what those had printed that have ended
         self._source = (-1, "stdout", "")  # rank, stream, process
         self._lines: list[bytes] = []  # of that source, not told yet
@@ -151,16 +163,22 @@ class OwnProcesses:
 
     def take_over(self, processes: Iterable[Process]) -> None:
         """What they print is passed on once `listen()` was called."""
+        self.adopted = True
         self.has_listener = False
         self._unheard = {process.name: process for process in processes if process.adopted}
         for process in self._unheard.values():
             self._files(process)
 
     def listen(self, shown: Mapping[tuple[str, str], int]) -> None:
-        """Somebody reads what the processes print, and had got as far as `shown` says, by process and stream."""
+        """Somebody reads what the processes print, and had got as far as `shown` says, by process and stream. Whatever
+        was told before it asked has not reached it, and may be asked for once more."""
+        self._lines.clear()
         self.has_listener = True
         self.output_bytes = self.output_seen_bytes = 0
-        unheard, self._unheard = self._unheard, {}
+        for name in self._followed:
+            self._tail.rewind(name, {stream: shown.get((name, stream), 0) for stream in STREAMS})
+        unheard = {**self._unheard, **self._perhaps_heard}
+        self._unheard, self._perhaps_heard = {}, {}
         for name, process in unheard.items():
             files = self._files(process)
             self._followed[name] = process
@@ -168,14 +186,22 @@ class OwnProcesses:
             if process.gone:
                 self._rest.append(asyncio.get_running_loop().create_task(self.ended(process)))
 
+    def seen(self, num_bytes: int) -> None:
+        """Who listens says how much of what it was told it has dealt with."""
+        self.output_seen_bytes = num_bytes
+        self._perhaps_heard.clear()
+
     def assigned(self, process: Process) -> None:
         assert process.rank is not None
         self.logs.link_replacement(process.rank, process.number)
 
     async def ended(self, process: Process) -> None:
-        await self._tail.finish(process.name, self._room_for_output)
-        self._flush_output()
-        self._followed.pop(process.name, None)
+        try:
+            await self._tail.finish(process.name, self._room_for_output)
+        finally:
+            self._flush_output()
+            if self._followed.pop(process.name, None) is not None and self.adopted:
+                self._perhaps_heard[process.name] = process
 
     async def close(self) -> None:
         self._supervisor.stop_fork_server(self._name)
@@ -201,13 +227,19 @@ class OwnProcesses:
         pause_s = OUTPUT_PAUSE_S
         while True:
             busy = not self.output_blocked and self._tail.poll()
+            for proc, stream, error in self._tail.unreadable():
+                process = self._followed.get(proc)
+                rank = process.rank if process is not None else None
+                self._note("output not shown", f"of {proc}, {stream}: {error}", rank)
             self._flush_output()
             pause_s = OUTPUT_PAUSE_S if busy else min(pause_s * 1.5, 10 * OUTPUT_PAUSE_S)
             await asyncio.sleep(pause_s)
 
     @property
     def output_blocked(self) -> bool:
-        return self.has_listener and self.output_bytes - self.output_seen_bytes > MAX_BYTES_AHEAD
+        if not self.has_listener:
+            return False
+        return self.output_bytes - self.output_seen_bytes > MAX_BYTES_AHEAD or self.is_cut_off()
 
     async def _room_for_output(self) -> None:
         self._flush_output()
@@ -224,6 +256,12 @@ class OwnProcesses:
             self._source = source
         self._lines.append(line)
         self._lines_end = self._tail.delivered(proc, stream)
+
+    def relay(self, output: msg.Output) -> None:
+        """What was printed on another node."""
+        self._flush_output()
+        self.output_bytes += len(output.data) + msg.OUTPUT_OVERHEAD_BYTES
+        self._tell(output)
 
     def _flush_output(self) -> None:
         """A message for each line would keep the loop busy for seconds when a rank prints a lot."""

@@ -7,8 +7,8 @@ an unknown sender or of another release is refused, logged and counted, and chan
 import asyncio
 import contextlib
 import os
-import secrets
 import signal
+import sys
 import time
 import traceback
 from collections import Counter
@@ -20,62 +20,64 @@ import zmq
 import zmq.asyncio
 
 from flashrec import __version__
-from flashrec.errors import FlashrecError, ProtocolError, UsageError
+from flashrec.errors import FlashrecError, ProtocolError
+from flashrec.protocol import agents as ag
 from flashrec.protocol import messages as msg
 from flashrec.protocol.codec import MAX_MESSAGE_BYTES, decode, encode
-from flashrec.protocol.jobdir import JobDirectory, remove_stale
-from flashrec.protocol.jobfiles import lives
+from flashrec.protocol.jobdir import PARENT, remove_stale
+from flashrec.state.files import free_bytes
 from flashrecd import adoption, metrics
 from flashrecd import status as status_document
-from flashrecd.core import events as ev
-from flashrecd.core.detection import PATIENCE_FACTOR
-from flashrecd.core.state import JobConfig
+from flashrecd.agent import Agent
+from flashrecd.cluster.cluster import Cluster
+from flashrecd.cluster.info import NodeInfo
+from flashrecd.cluster.options import ClusterOptions
 from flashrecd.eventlog import EventLog
-from flashrecd.external import ExternalProcesses, Joining, external_config
 from flashrecd.jobrun import JobRun
-from flashrecd.launching import OwnProcesses, Source
+from flashrecd.outbox import MAX_LINE, Outbox
+from flashrecd.ownpart import OwnPart
+from flashrecd.partrecords import find_part
 from flashrecd.rundir import RunDirectory
+from flashrecd.service import STOP_GRACE_S, JobService
 from flashrecd.shardserver import ShardServer
-from flashrecd.store.base import Store
-from flashrecd.store.embedded import EmbeddedStore
 from flashrecd.supervise import Supervisor
 
 TICK_S = 0.1
 SCRAPE_S = 5.0
-STOP_GRACE_S = 2.0
 MAX_REFUSALS_LOGGED = 1000
 MAX_REFUSALS_ANSWERED = 100
-MAX_PROCESSES = 4096
 FROM_PROCESS = get_args(msg.FROM_PROCESS)
 ACCEPTED = msg.FROM_PROCESS | msg.FROM_COMMAND
+
+SAID_ALOUD = ("not joined", "node refused", "stranger")
+"""What whoever starts a daemon should see of its cluster, not only who reads the event log."""
 
 
 class Daemon:
     """Serves one run directory until `stop()`."""
 
     def __init__(
-        self, run_dir: Path, *, metrics_address: tuple[str, int] | None = None, has_owner: bool = False
+        self,
+        run_dir: Path,
+        *,
+        metrics_address: tuple[str, int] | None = None,
+        has_owner: bool = False,
+        cluster: ClusterOptions | None = None,
     ) -> None:
-        """`has_owner`: a command line brought this daemon, and both end together: none will take its place."""
+        """`has_owner`: a command line brought this daemon, and both end together: none will take its place. `cluster`:
+        of several nodes; None: it is alone."""
         self._started_at = time.monotonic()
         self.run = RunDirectory(run_dir)
         self.log = EventLog(run_dir / "events.jsonl")
-        self.job: JobRun | None = None
-        self._own: OwnProcesses | None = None  # of that job
-        self.store: Store = EmbeddedStore()
-        self._last_job: dict[str, Any] | None = None
-        self._client: bytes | None = None
-        self._client_pidfd = -1
         self._refused = 0
         self._refusals: Counter[bytes] = Counter()
         self._identities: dict[bytes, str] = {}
         self._metrics_address = metrics_address
         self._has_owner = has_owner
-        self._last_end: msg.JobEnded | None = None
-        self._joining = Joining(
-            self.run.path, lambda: self.job, self._begin_external, self._bind, self._refuse
-        )
-        self._outbox: asyncio.Queue[tuple[bytes, bytes]] = asyncio.Queue()
+        self._cluster_options = cluster
+        self._cluster: Cluster | None = None
+        self._own_part: OwnPart | None = None  # of a member
+        self._outbox = Outbox(self._cut_off)
         self._stopped = asyncio.Event()
 
     async def serve(self) -> None:
@@ -90,26 +92,68 @@ class Daemon:
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._socket.setsockopt(zmq.LINGER, 500)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.SNDHWM, MAX_LINE)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else what does not go is dropped without a word
         self.supervisor = Supervisor(self._exited)
         stop_metrics: Callable[[], None] | None = None
-        self._shards = ShardServer(self.run.path, self.supervisor)
+        self._shards = ShardServer(self.run.path, self.supervisor, self.log.write)
+        self._cluster = None if self._cluster_options is None else self._make_cluster(self._cluster_options)
+        self._service = JobService(
+            self.run,
+            self.log,
+            supervisor=self.supervisor,
+            shards=self._shards,
+            reply=self._reply,
+            refuse=self._refuse,
+            bind=self._bind,
+            is_cut_off=self._outbox.is_cut_off,
+            has_owner=self._has_owner,
+            cluster=self._cluster,
+            cluster_options=self._cluster_options,
+        )
+        if self._cluster is not None and not self._cluster.leads:
+            assert self._cluster_options is not None
+            self._own_part = OwnPart(
+                self._cluster,
+                self._cluster_options,
+                address=self.run.address,
+                run_dir=self.run.path,
+                supervisor=self.supervisor,
+                shards=self._shards,
+                send=self._reply,
+                log=self.log.write,
+            )
         try:
             if self._metrics_address is not None:
                 collector = metrics.JobCollector(lambda: self.job, lambda: self._refused, _in_loop(loop))
-                stop_metrics = metrics.serve(collector, *self._metrics_address)
+                shards = metrics.ShardCollector(lambda: self._shards.address if self._shards.serves else None)
+                stop_metrics = metrics.serve((collector, shards), *self._metrics_address)
             self._socket.bind(self.run.address)
             self.log.write("daemon started", f"pid {os.getpid()}, release {__version__}")
             if (orphaned := adoption.find(self.run.address, self.log.write)) is not None:
-                self._take_over(orphaned)
-            tasks = [loop.create_task(work()) for work in (self._receive, self._deliver, self._tick)]
+                self._service.take_over(orphaned)
+            if self._own_part is not None and (part := find_part(self.run.address, self.log.write)):
+                self._own_part.take_over(part)
+            tasks = [
+                loop.create_task(work())
+                for work in (self._receive, self._deliver, self._tick, self._shards.watch)
+            ]
+            if self._cluster is not None:
+                tasks.append(loop.create_task(self._cluster.serve()))
             stopped = loop.create_task(self._stopped.wait())
             await asyncio.wait([*tasks, stopped], return_when=asyncio.FIRST_COMPLETED)
+            # The job ends while its ranks, and those of other nodes, can still be heard.
+            if self._own_part is not None:
+                await self._own_part.close(STOP_GRACE_S)
+            await self._service.stop_job()
             for task in (*tasks, stopped):
                 task.cancel()
             await asyncio.gather(*tasks, stopped, return_exceptions=True)
             failed = [t.exception() for t in tasks if t.done() and not t.cancelled() and t.exception()]
-            await self._end_everything()
+            await self._service.end()
+            if self._own_part is not None:
+                self._own_part.remove()
+            await self._outbox.flush(self._send)
             if failed and failed[0] is not None:
                 raise failed[0]
         finally:
@@ -121,26 +165,61 @@ class Daemon:
             self.log.close()
             self.run.close()
 
+    @property
+    def _part(self) -> JobRun | Agent | None:
+        """What the processes here belong to: a job, or this node's part in one."""
+        return self.job if self._own_part is None else self._own_part.agent
+
+    @property
+    def job(self) -> JobRun | None:
+        return self._service.job
+
     def stop(self) -> None:
         self._stopped.set()
 
-    async def _end_everything(self) -> None:
-        if self.job is not None:
-            self.job.feed(ev.Stop("the daemon was stopped", hard=False))
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(STOP_GRACE_S):
-                    while self.job is not None:
-                        await asyncio.sleep(0.01)
-        left = await self.supervisor.shutdown(grace_s=1.0)
-        for what in left:
-            self.log.write("left behind", what)
-        if self.job is not None:
-            self._reply(self._client, msg.JobEnded(self.job.name, 130, "the daemon was stopped"))
-            self.job.directory.remove()
-        self._forget_client()
-        while not self._outbox.empty():
-            identity, data = self._outbox.get_nowait()
-            await self._socket.send_multipart([identity, data])
+    # --- the cluster --------------------------------------------------------------------------------------
+
+    def _make_cluster(self, options: ClusterOptions) -> Cluster:
+        return Cluster(
+            options.node_info(memory_bytes=free_bytes(PARENT)),
+            listen=options.listen,
+            join=options.join,
+            key=options.key,
+            log=self._say,
+            on_message=self._heard_of_a_part,
+            on_joined=self._node_joined,
+            on_heard=lambda node: self._service.parts.heard(node) if self._service.parts else None,
+            on_closed=self._node_closed,
+        )
+
+    def _say(self, event: str, reason: str) -> None:
+        self.log.write(event, reason)
+        if event in SAID_ALOUD:
+            with contextlib.suppress(OSError):
+                print(f"flashrecd: {reason}", file=sys.stderr, flush=True)
+
+    def _heard_of_a_part(self, node: str, message: Any) -> None:
+        if self._own_part is not None:
+            self._own_part.message(message)
+        elif self._service.parts is not None:
+            self._service.parts.message(node, message)
+        elif not isinstance(message, ag.Unknown):
+            assert self._cluster is not None
+            self._cluster.send(node, ag.Unknown(message.part))
+
+    def _node_joined(self, info: NodeInfo) -> None:
+        self.log.write("node joined", f"{info.name}, in failure domain {info.domain}")
+        if self._own_part is not None:
+            self._own_part.joined()
+        elif self._service.parts is not None:
+            self._service.parts.joined(info)
+
+    def _node_closed(self, node: str, why: str) -> None:
+        self.log.write("node closed", f"{node or 'the leader'}: {why}")
+        if self._own_part is not None:
+            self._own_part.closed(why)
+        elif self._service.parts is not None:
+            self._service.parts.closed(node, why)
 
     # --- the loop ---------------------------------------------------------------------------------------
 
@@ -160,43 +239,62 @@ class Daemon:
                 self._refuse(frames[0], "internal", "an error inside the daemon; its event log has it")
 
     async def _deliver(self) -> None:
-        while True:
-            identity, data = await self._outbox.get()
-            with contextlib.suppress(zmq.ZMQError):  # the peer is gone: its exit says so elsewhere
-                await self._socket.send_multipart([identity, data])
+        await self._outbox.deliver(self._send)
+
+    async def _send(self, identity: bytes, data: bytes) -> bool:
+        """Without waiting for the peer: False if its line is full."""
+        try:
+            await self._socket.send_multipart([identity, data], flags=zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError:  # the peer is gone: its exit says so elsewhere
+            pass
+        return True
+
+    def _cut_off(self, identity: bytes, num_bytes: int) -> bool:
+        """A peer does not read what it is sent; whether it must never hear of anything again."""
+        unread = f"it has not read {num_bytes >> 20} MiB that it was sent"
+        proc = self._identities.get(identity)
+        if proc is not None:
+            # In a turn of its own: what was being said may be what the core has just decided.
+            asyncio.get_running_loop().call_soon(self._condemn, proc, unread)
+        elif identity == self._service.client:
+            rest = "what else happens is in this log alone, until it reads on"
+            self.log.write("command line cut off", f"{unread}; {rest}")
+        else:
+            self.log.write("command line cut off", unread)
+        return proc is not None
+
+    def _condemn(self, proc: str, why: str) -> None:
+        if self.job is None:
+            self.supervisor.kill_group(proc)
+        elif self.job.core.rank_of(proc) is not None:
+            self.job.condemn(proc, why)
+        else:
+            self.job.log("standby killed", f"{proc}: {why}")
+            self.supervisor.kill_group(proc)
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             if self.job is not None:
                 self.job.tick()
-            self._joining.tick()
-
-    def _client_ended(self) -> None:
-        """The process that submitted the job is gone."""
-        self._forget_client()
-        if self.job is not None:
-            if self._own is not None:
-                self._own.has_listener = False
-            self.job.feed(ev.Stop("the command line that submitted the job is gone", hard=True))
-
-    def _forget_client(self) -> None:
-        self._client = None
-        if self._client_pidfd >= 0:
-            asyncio.get_running_loop().remove_reader(self._client_pidfd)
-            os.close(self._client_pidfd)
-            self._client_pidfd = -1
+            if self._own_part is not None:
+                self._own_part.tick()
+            self._service.joining.tick()
 
     def _exited(self, proc: str, code: int | None, number: int | None) -> None:
         if self._shards.exited(proc):
             return
-        self._identities = {i: p for i, p in self._identities.items() if p != proc}
-        if self.job is not None:
-            self.job.exited(proc, code, number)
+        for identity in [identity for identity, p in self._identities.items() if p == proc]:
+            del self._identities[identity]
+            self._outbox.forget(identity)
+        if self._part is not None:
+            self._part.exited(proc, code, number)
 
     def _reply(self, identity: bytes | None, message: msg.Message) -> None:
         if identity is not None:
-            self._outbox.put_nowait((identity, encode(message)))
+            self._outbox.put(identity, encode(message), is_last=isinstance(message, msg.JobEnded))
 
     def _refuse(self, identity: bytes, kind: str, reason: str) -> None:
         self._refused += 1
@@ -216,25 +314,22 @@ class Daemon:
             return
         match message:
             case msg.Submit():
-                self._submit(identity, message)
+                self._service.submit(identity, message)
             case msg.Attach():
-                self._attach(identity, message)
+                self._service.attach(identity, message)
             case msg.Present():
-                if identity == self._client and self._own is not None:
-                    self._own.output_seen_bytes = message.num_bytes
+                self._service.present(identity, message.num_bytes)
             case msg.StopJob():
-                if self.job is None or self.job.name != message.job:
-                    self._reply(identity, msg.Refused("job", f"no job {message.job} runs here"))
-                else:
-                    self.job.feed(ev.Stop("it was interrupted", message.hard))
-                    self._reply(identity, msg.Done("stopping"))
+                self._service.stop(identity, message)
             case msg.AskStatus():
                 text = status_document.document(
-                    self.job, self._last_job, self._started_at, os.getpid(), self._refused
+                    self.job, self._service.last_job, self._started_at, os.getpid(), self._refused
                 )
                 self._reply(identity, msg.Status(text))
             case msg.SignalRank():
-                self._signal_rank(identity, message)
+                self._service.signal_rank(identity, message)
+            case msg.FenceNode():
+                self._service.fence_node(identity, message.node)
             case msg.ShutDown():
                 self._reply(identity, msg.Done("the daemon ends"))
                 self.stop()
@@ -243,7 +338,8 @@ class Daemon:
 
     def _take_from_process(self, identity: bytes, message: Any) -> None:
         if isinstance(message, msg.Join):
-            self._joining.take(identity, message)
+            self._service.check_leads()
+            self._service.joining.take(identity, message)
             return
         if isinstance(message, msg.Hello | msg.Rejoin):
             if message.release != __version__:
@@ -252,205 +348,24 @@ class Daemon:
                     "version",
                     f"the daemon is flashrec {__version__}, this process {message.release}",
                 )
-            elif self.job is None:
+            elif self._part is None:
                 self._refuse(identity, "stranger", f"no job runs here that {message.proc} could belong to")
             else:
                 if isinstance(message, msg.Hello):
-                    refused = self.job.hello(message, identity)
+                    refused = self._part.hello(message, identity)
                 else:
-                    refused = self.job.rejoin(message, identity)
+                    refused = self._part.rejoin(message, identity)
                 if refused is not None:
                     self._refuse(identity, refused.kind, refused.reason)
                 else:
                     self._bind(identity, message.proc)
             return
-        if self._identities.get(identity) != message.proc or self.job is None:
+        if self._identities.get(identity) != message.proc or self._part is None:
             raise ProtocolError(f"{type(message).__name__} from a sender that is not {message.proc!r:.40}")
-        self.job.received(message)
+        self._part.received(message)
 
     def _bind(self, identity: bytes, proc: str) -> None:
         self._identities[identity] = proc
-
-    def _begin_external(self, name: str, join: msg.Join) -> None:
-        job, _ = self._run_external(name, join)
-        if job.records is not None:
-            job.records.describe(name, join, self.run.address, self.run.path)
-        job.log("job", f"{join.job!r}: {join.target}, started by process {join.launcher_pid}")
-        job.start()
-
-    def _run_external(
-        self, name: str, join: msg.Join, directory: JobDirectory | None = None
-    ) -> tuple[JobRun, ExternalProcesses]:
-        """The job, which has not begun, and what waits for its processes. `directory`: another daemon had begun it."""
-        config = external_config(join)
-        source = ExternalProcesses(join.job, self.run.path, self.supervisor, self._joining.admit)
-        job = self._make_run(name, config, source, target=join.target, pull="shm", directory=directory)
-        self.job = job
-        self.store.put(f"job/{name}", os.fsencode(join.target), None)
-        return job, source
-
-    def _make_run(
-        self,
-        name: str,
-        config: JobConfig,
-        source: Source,
-        *,
-        target: str,
-        pull: str,
-        directory: JobDirectory | None,
-    ) -> JobRun:
-        return JobRun(
-            name,
-            config,
-            source,
-            target=target,
-            pull=pull,
-            supervisor=self.supervisor,
-            log=self.log,
-            shard_address=self._shards.address,
-            send=self._reply,
-            ended=self._job_ended,
-            directory=directory,
-            recorded=not self._has_owner,
-            patience_s=0.0 if self._has_owner else PATIENCE_FACTOR * config.suspect_after_s,
-        )
-
-    def _submit(self, identity: bytes, message: msg.Submit) -> None:
-        if message.release != __version__:
-            reason = f"the daemon is flashrec {__version__}, the command line {message.release}"
-            self._refuse(identity, "version", reason)
-            return
-        if self.job is not None:
-            self._reply(identity, msg.Refused("busy", f"job {self.job.name} runs here already"))
-            return
-        if message.start_method not in msg.START_METHODS or message.pull not in msg.PULLS:
-            raise ProtocolError(f"no start method {message.start_method!r:.40} or pull {message.pull!r:.40}")
-        if message.world_size + message.num_standbys > MAX_PROCESSES:
-            raise UsageError(f"a daemon takes at most {MAX_PROCESSES} ranks and standbys")
-        try:
-            client_pidfd = os.pidfd_open(message.pid)
-        except (OSError, OverflowError):
-            raise ProtocolError(f"process {message.pid}, which submits a job, does not exist") from None
-        name = secrets.token_hex(3)
-        log_dir = Path(message.log_dir) if message.log_dir else self.run.path / "jobs"
-        try:
-            job, own = self._run_own(name, message, log_dir)
-        except BaseException:
-            os.close(client_pidfd)
-            raise
-        self._client = identity
-        self._watch_client(client_pidfd)
-        if job.records is not None:
-            job.records.describe(name, message, self.run.address, log_dir)
-        self._reply(identity, self._submitted(own, job))
-        job.start()
-
-    def _run_own(
-        self, name: str, submit: msg.Submit, log_dir: Path, directory: JobDirectory | None = None
-    ) -> tuple[JobRun, OwnProcesses]:
-        """The job, which has not begun, and what starts its processes. `directory`: another daemon had begun it."""
-        config = JobConfig(
-            world_size=submit.world_size,
-            num_standbys=submit.num_standbys,
-            max_restarts=submit.max_restarts,
-            suspect_after_s=submit.suspect_after_s,
-        )
-        own = OwnProcesses(
-            name,
-            submit,
-            supervisor=self.supervisor,
-            log_dir=log_dir,
-            address=self.run.address,
-            tell=lambda note: self._reply(self._client, note),
-        )
-        own.is_expected = lambda: self._client is None and self._client_pidfd >= 0
-        job = self._make_run(name, config, own, target=submit.target, pull=submit.pull, directory=directory)
-        try:
-            if submit.pull == "zmq":
-                self._shards.start(job.shm_dir)
-        except BaseException:  # else it would keep the daemon busy, and never start
-            if directory is None:
-                job.directory.remove()
-            else:  # ranks train in it
-                job.directory.leave()
-            raise
-        self.job, self._own = job, own
-        self.store.put(f"job/{name}", os.fsencode(submit.target), None)
-        self.log.listener = lambda line: self._reply(self._client, msg.Happened(line))
-        return job, own
-
-    def _submitted(self, own: OwnProcesses, job: JobRun) -> msg.Submitted:
-        return msg.Submitted(job.name, str(own.logs.log_dir / job.name), str(job.shm_dir), os.getpid())
-
-    def _watch_client(self, pidfd: int) -> None:
-        self._client_pidfd = pidfd
-        asyncio.get_running_loop().add_reader(pidfd, self._client_ended)
-
-    def _take_over(self, orphaned: adoption.Orphaned) -> None:
-        """Go on with the job of a daemon that has died in this run directory."""
-        record, submit = orphaned.record, orphaned.submit
-        if isinstance(submit, msg.Join):
-            job, source = self._run_external(record.job, submit, orphaned.directory)
-            job.begin(lambda: adoption.take_over(job, orphaned, self.supervisor))
-            source.take_over(submit, job.processes.values())
-            return
-        job, own = self._run_own(record.job, submit, Path(record.log_dir), orphaned.directory)
-        if lives(submit.pid, record.client_ticks):
-            with contextlib.suppress(OSError):
-                self._watch_client(os.pidfd_open(submit.pid))
-        job.begin(lambda: adoption.take_over(job, orphaned, self.supervisor))
-        own.take_over(job.processes.values())
-        if self._client_pidfd < 0:
-            self._client_ended()
-
-    def _attach(self, identity: bytes, message: msg.Attach) -> None:
-        """The command line that submitted a job to the daemon before this one."""
-        if message.release != __version__:
-            reason = f"the daemon is flashrec {__version__}, the command line {message.release}"
-            self._refuse(identity, "version", reason)
-        elif self.job is not None and self._own is not None and self.job.name == message.job:
-            if message.pid != self._own.submit.pid or self._client is not None:
-                self._reply(identity, msg.Refused("job", f"job {message.job} is another command line's"))
-                return
-            if any(end < 0 for _, _, end in message.shown):
-                raise ProtocolError("no output is shown up to a byte before its beginning")
-            self._client = identity
-            self._reply(identity, self._submitted(self._own, self.job))
-            self._own.listen({(proc, stream): end for proc, stream, end in message.shown})
-        elif self._last_end is not None and self._last_end.job == message.job:
-            self._reply(identity, self._last_end)
-        else:
-            self._reply(identity, msg.Refused("job", f"no job {message.job} runs here"))
-
-    def _signal_rank(self, identity: bytes, message: msg.SignalRank) -> None:
-        if message.signal not in set(signal.Signals):
-            raise ProtocolError(f"there is no signal {message.signal}")
-        members = self.job.core.state.members if self.job is not None else ()
-        if self.job is None:
-            self._reply(identity, msg.Refused("job", "no job runs here"))
-            return
-        if not 0 <= message.rank < len(members):
-            ranks = f"the job has ranks 0 to {len(members) - 1}"
-            self._reply(identity, msg.Refused("rank", f"{ranks}, not {message.rank}"))
-            return
-        name = signal.Signals(message.signal).name
-        self.job.log("signal", f"{name}, by command", message.rank)
-        if self.supervisor.signal(members[message.rank].proc, message.signal):
-            self._reply(identity, msg.Done(f"sent {name} to rank {message.rank}"))
-        else:
-            self._reply(identity, msg.Refused("rank", f"rank {message.rank} has no process at the moment"))
-
-    def _job_ended(self, code: int, reason: str) -> None:
-        assert self.job is not None
-        self._last_job = status_document.describe(self.job)
-        self._joining.ended(self.job)
-        self._shards.stop()
-        self.store.delete(f"job/{self.job.name}")
-        self.log.listener = None
-        self._last_end = msg.JobEnded(self.job.name, code, reason)
-        self._reply(self._client, self._last_end)
-        self.job = self._own = None
-        self._forget_client()
 
 
 def _in_loop(loop: asyncio.AbstractEventLoop) -> Callable[[Callable[[], Any]], Any]:

@@ -9,7 +9,7 @@ Text may hold what a path or a variable holds: bytes that are not UTF-8 travel a
 import types
 from dataclasses import fields
 from functools import cache
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import msgpack
 
@@ -19,12 +19,9 @@ from flashrec.protocol import messages
 PROTOCOL = 1
 MAX_MESSAGE_BYTES = 64 << 20
 
-_KINDS: dict[str, type] = {kind.__name__: kind for kind in get_args(messages.Message)}
-M = TypeVar("M")
 
-
-def encode(message: messages.Message) -> bytes:
-    """`message` as bytes."""
+def encode(message: Any) -> bytes:
+    """`message`, a frozen dataclass of one of the protocol's modules, as bytes."""
     kind = type(message)
     values = [getattr(message, field.name) for field in fields(kind)]
     packed: bytes = msgpack.packb(
@@ -33,7 +30,7 @@ def encode(message: messages.Message) -> bytes:
     return packed
 
 
-def decode(data: bytes | memoryview, allowed: Any = messages.Message) -> messages.Message:
+def decode(data: bytes | memoryview, allowed: Any = messages.Message) -> Any:
     """The message in `data`, if it is one of the union `allowed`; ProtocolError otherwise."""
     if len(data) > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"a message of {len(data)} bytes; the limit is {MAX_MESSAGE_BYTES}")
@@ -43,8 +40,8 @@ def decode(data: bytes | memoryview, allowed: Any = messages.Message) -> message
         raise ProtocolError(f"not msgpack: {type(error).__name__}: {error}") from None
     if not isinstance(parts, tuple) or len(parts) < 2 or type(parts[0]) is not int or parts[0] != PROTOCOL:
         raise ProtocolError(f"not a message of protocol {PROTOCOL}")
-    kind = _KINDS.get(parts[1]) if isinstance(parts[1], str) else None
-    if kind is None or kind not in get_args(allowed):
+    kind = _kinds(allowed).get(parts[1]) if isinstance(parts[1], str) else None
+    if kind is None:
         raise ProtocolError(f"unexpected message {parts[1]!r:.60}")
     expected = _field_types(kind)
     if len(parts) != 2 + len(expected):
@@ -52,8 +49,13 @@ def decode(data: bytes | memoryview, allowed: Any = messages.Message) -> message
     for (name, annotation), value in zip(expected, parts[2:], strict=True):
         if not _conforms(value, annotation):
             raise ProtocolError(f"{kind.__name__}.{name} cannot be {type(value).__name__}")
-    message: messages.Message = kind(*parts[2:])
-    return message
+    return kind(*parts[2:])
+
+
+@cache
+def _kinds(union: Any) -> dict[str, type]:
+    """Of a union, or of one message alone, by name."""
+    return {kind.__name__: kind for kind in get_args(union) or (union,)}
 
 
 @cache

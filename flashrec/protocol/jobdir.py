@@ -72,6 +72,13 @@ class JobDirectory:
         shutil.rmtree(self.path, ignore_errors=True)
         self._close()
 
+    def is_alone(self) -> bool:
+        """Whether nobody else holds it. For an instant nobody can join, if so."""
+        alone = _nobody_else(self._lock)
+        with contextlib.suppress(OSError):  # another asks just now
+            fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return alone
+
     def leave(self) -> bool:
         """Let go of it; whoever is the last removes it (True)."""
         last = self._lock >= 0 and _nobody_else(self._lock)

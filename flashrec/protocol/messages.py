@@ -54,6 +54,7 @@ class Rejoin:
     why_sealed: str
     arena_bytes: int
     built_offered: bool
+    why_unsealed: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +78,22 @@ class StandbyReady:
 @dataclass(frozen=True, slots=True)
 class Protected:
     """`claims`: (ranks that hold the same bytes, digest of their layout) for each replica set. `why_sealed`: what the
-    live regime would not protect, "" if nothing. `arena_bytes`: shared memory that the sealed regime would take."""
+    live regime would not protect, "" if nothing. `arena_bytes`: shared memory that sealing takes. `why_unsealed`: why
+    no full version is to be sealed in the live regime, "" if one may."""
 
     proc: str
     claims: tuple[tuple[tuple[int, ...], str], ...]
     why_sealed: str
     arena_bytes: int
+    why_unsealed: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Unsealed:
+    """This rank can seal no full version any more, and this is why."""
+
+    proc: str
+    why_unsealed: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +205,11 @@ class Get:
 class Welcome:
     """Answer to Hello, Join or Rejoin: what the job looks like. `rank` None: you are a standby. `external`: another
     launcher starts this job's ranks, and starts all of them again when one is lost. `patience_s`: how long to wait for
-    another daemon, should this one die, where training cannot go on without; 0: none will come."""
+    another daemon, should this one die, where training cannot go on without; 0: none will come.
+
+    Where there are several nodes: `node` is this one's number, `data_address` the address at which other nodes' ranks
+    reach this one's, `replica_address` that of its shard process, and `key_file` holds the cluster's key.
+    `kept_within_s`: how long a rank waits for other nodes to acknowledge what it has sealed."""
 
     proc: str
     job: str
@@ -209,6 +224,15 @@ class Welcome:
     daemon_pid: int
     external: bool
     patience_s: float
+    local_rank: int | None = None
+    local_world_size: int = 1
+    node: int = 0
+    num_nodes: int = 1
+    data_address: str = "127.0.0.1"
+    replica_address: str = ""
+    key_file: str = ""
+    plain_bulk: bool = False
+    kept_within_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +250,11 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class Assign:
+    """`local_rank`: among the ranks of its node."""
+
     rank: int
     generation: int
+    local_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,29 +265,41 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Regime:
-    """Every rank has protected its state: in the sealed regime, or in the live one."""
+    """Every rank has protected its state: in the sealed regime, or in the live one. `keepers`: (node, address) of those
+    that keep replicas of what this rank seals. `why_unsealed`: why no full version is to be sealed in the live regime,
+    "" if one may."""
 
     sealing: bool
+    keepers: tuple[tuple[int, str], ...] = ()
+    why_unsealed: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ResumePlan:
-    """`replaced` ranks install `version`. `served`: (replica set, its members that serve it from memory)."""
+    """`replaced` ranks install `version`. `served`: (replica set, its members that serve it from memory). `keepers` as
+    in Regime, from now on. `sources`: (rank, where what it sealed of the version is to be had, where its private
+    state), each as (node, address) in the order to try; where there is one node only, both are in its memory.
+    `watermark`: the newest version that every rank has sealed whole, -1: none."""
 
     generation: int
     version: int
     replaced: tuple[int, ...]
     served: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     sealing: bool
+    keepers: tuple[tuple[int, str], ...] = ()
+    sources: tuple[tuple[int, tuple[tuple[int, str], ...], tuple[tuple[int, str], ...]], ...] = ()
+    watermark: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class PartReady:
-    """A survivor's Exported, passed on to the replaced ranks."""
+    """A survivor's Exported, passed on to the replaced ranks. `address`: of its node's shard process; "": it is in this
+    node's shared memory."""
 
     generation: int
     rank: int
     manifest: bytes
+    address: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +350,9 @@ class Submit:
     preload: tuple[str, ...]  # modules the fork server imports
     pull: str  # one of PULLS
     suspect_after_s: float
+    num_nodes: int = 1  # with as many ranks each
+    num_spare_nodes: int = 0
+    num_replicas: int = 0  # other nodes that keep what a rank seals
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,6 +433,13 @@ class SignalRank:
 
 
 @dataclass(frozen=True, slots=True)
+class FenceNode:
+    """Who asks knows that nothing runs any more on the job's lost node `node`."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """The request was carried out; `detail` is for a person."""
 
@@ -402,49 +451,6 @@ class ShutDown:
     """End the daemon, and its job with it."""
 
 
-# --- in files: what a daemon that takes over must know ------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class JobRecord:
-    """A job, as long as it lives. `submit`: its Submit, or the Join that began it, encoded. `client_ticks`: when the
-    process that submitted it was started (with its pid, that names it)."""
-
-    release: str
-    job: str
-    address: str
-    log_dir: str
-    client_ticks: int
-    submit: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class LedgerRecord:
-    """What of the daemon's decisions no rank could tell: numbers that must not be used twice, and budgets."""
-
-    generation: int
-    num_launched: int
-    restarts: int
-    tries: tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessRecord:
-    """A process that was welcomed. `start_ticks`: its start, which with the pid names it for ever. `own_files`: it
-    prints into files of its own, not into those of a rank's first process. `claims` and `why_sealed` as in Protected:
-    its rank's, or None before; the job's."""
-
-    proc: str
-    pid: int
-    start_ticks: int
-    rank: int | None
-    generation: int
-    replacement: bool
-    own_files: bool
-    claims: tuple[tuple[tuple[int, ...], str], ...] | None
-    why_sealed: str
-
-
 FROM_PROCESS = (
     Hello
     | Join
@@ -454,6 +460,7 @@ FROM_PROCESS = (
     | StandbyReady
     | Protected
     | Switched
+    | Unsealed
     | Parked
     | Exported
     | Formed
@@ -478,7 +485,6 @@ TO_PROCESS = (
     | Inspect
     | Released
 )
-FROM_COMMAND = Submit | Attach | Present | StopJob | AskStatus | SignalRank | ShutDown
+FROM_COMMAND = Submit | Attach | Present | StopJob | AskStatus | SignalRank | FenceNode | ShutDown
 TO_COMMAND = Refused | Submitted | Output | Happened | JobEnded | Status | Done
-IN_FILES = JobRecord | LedgerRecord | ProcessRecord
-Message = FROM_PROCESS | TO_PROCESS | FROM_COMMAND | TO_COMMAND | IN_FILES
+Message = FROM_PROCESS | TO_PROCESS | FROM_COMMAND | TO_COMMAND

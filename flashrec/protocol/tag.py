@@ -62,6 +62,20 @@ class Tag:
     committed: int
     loss: float
 
+    @staticmethod
+    def from_bytes(data: bytes, what: str) -> "Tag | None":
+        """None when nothing has been written yet. IntegrityError, which names `what` it is, for anything but a tag."""
+        if not data:
+            return None
+        if len(data) != SIZE_BYTES:
+            raise IntegrityError(f"{what} has {len(data)} bytes, not {SIZE_BYTES}")
+        fields = _LAYOUT.unpack(data)
+        if fields[0] == 0:
+            return None  # the file was just made
+        if fields[0] != MAGIC or fields[2] not in _KNOWN_PHASES:
+            raise IntegrityError(f"{what} is not a tag")
+        return Tag(*fields[2:])
+
     @property
     def place(self) -> str:
         """Where the rank is, in the words people use: one of PLACES."""
@@ -158,20 +172,20 @@ class TagReader:
         self._map: mmap.mmap | None = None
 
     def read(self) -> Tag | None:
+        return Tag.from_bytes(self.raw(), str(self.path))
+
+    def raw(self) -> bytes:
+        """One consistent reading as it lies there; b"" when the file does not exist yet."""
         if self._map is None and not self._open():
-            return None
+            return b""
         assert self._map is not None
         # A writer that died in mid-write leaves the sequence odd: then take the fields as they are.
         for _ in range(100):
             before = self._map[4:8]
-            fields = _LAYOUT.unpack(self._map[:SIZE_BYTES])
+            data = self._map[:SIZE_BYTES]
             if before == self._map[4:8] and before[0] % 2 == 0:
                 break
-        if fields[0] == 0:
-            return None  # the file was just made, and nothing written to it yet
-        if fields[0] != MAGIC or fields[2] not in _KNOWN_PHASES:
-            raise IntegrityError(f"{self.path} is not a tag")
-        return Tag(*fields[2:])
+        return data
 
     def _open(self) -> bool:
         try:

@@ -1,4 +1,5 @@
-"""The arenas of the sealed regime: two slots of tensors per rank, filled by a thread of its process.
+"""The arenas: two slots of tensors per rank, filled by a thread of its process; in the sealed regime with every
+version, in the live one with full versions.
 
 When exactly the thread seals a version shows only in what is left where the process dies, parks or discards;
 so the reduced search (see explore.py) lets the thread's last moment fall there, and nowhere else.
@@ -18,7 +19,8 @@ def begin(slot: Slot, tensors: Content, config: Config) -> Slot:
     for lost in slot.arena:
         if lost.sealed and lost not in stays and lost.content.version >= slot.floor >= 0:
             raise Violation(f"{lost.content} is overwritten, at or above {slot.floor}, which is to be kept")
-    return slot._replace(arena=(*stays, Kept(tensors, False)))
+    generation = slot.proc.state.generation if config.several and slot.proc else 0
+    return slot._replace(arena=(*stays, Kept(tensors, False, generation)))
 
 
 def finish(slot: Slot, version: int) -> Slot:
@@ -30,6 +32,10 @@ def finish(slot: Slot, version: int) -> Slot:
     ):
         raise Violation(f"version {version} was to be sealed of {slot.proc.tensors}: arena {slot.arena}")
     return slot
+
+
+def newest(arena: Arena) -> int:
+    return max((kept.content.version for kept in arena if kept.sealed), default=-1)
 
 
 def holds(arena: Arena, version: int) -> bool:

@@ -18,18 +18,29 @@ def require(holds: bool, what: str) -> None:
 # --- of every state -----------------------------------------------------------------------------------
 
 
-def view(slot: Slot) -> tuple[int, Content | None]:
-    """What `of_state` looks at: the generation a rank steps in, and the tensors a live rank holds."""
+Pace = tuple[int | None, int, int, int]  # a step, and what is known in it of full versions: see is_due()
+View = tuple[int, Content | None, Pace | None]
+
+
+def view(slot: Slot) -> View:
+    """What `of_state` looks at: the generation a rank steps in, the tensors a live rank holds, and what it goes by in
+    sealing full versions."""
     if slot.life is not Life.ALIVE or slot.proc is None:
-        return 0, None
-    return slot.joined if slot.proc.state.phase in STEPPING else 0, slot.proc.tensors
+        return 0, None, None
+    state = slot.proc.state
+    undecided = state.phase in (ph.Phase.COMPUTING, ph.Phase.GATED) and state.generation == slot.joined
+    pace = (state.version, state.full, state.watermark, state.every) if undecided else None
+    return slot.joined if state.phase in STEPPING else 0, slot.proc.tensors, pace
 
 
-def of_state(views: Iterable[tuple[int, Content | None]]) -> None:
+def of_state(views: Iterable[View]) -> None:
     pairs = list(views)
-    worlds = {generation for generation, _ in pairs if generation}
+    worlds = {generation for generation, _, _ in pairs if generation}
     require(len(worlds) <= 1, f"at most one world steps: generations {sorted(worlds)} do")
-    held = {tensors for _, tensors in pairs if tensors}
+    paces = {pace for _, _, pace in pairs if pace}
+    steps = {step for step, *_ in paces}
+    require(len(paces) == len(steps), f"ranks in one step differ in when a full version is due: {paces}")
+    held = {tensors for _, tensors, _ in pairs if tensors}
     versions = {tensors.version for tensors in held}
     require(len(versions) == len(held), f"a step was applied twice, by different ranks: {sorted(held)}")
     spread = max(versions, default=0) - min(versions, default=0)
@@ -80,9 +91,10 @@ def at_form(slot: Slot, proc: Proc) -> ph.Plan:
         proc.private == proc.tensors, f"{at} with tensors of {proc.tensors}, private state {proc.private}"
     )
     sealed = [kept.content for kept in slot.arena if kept.sealed]
-    above = [content for content in (*slot.private, *sealed) if content.version > plan.version]
+    private = (*slot.private, *slot.full_private)
+    above = [content for content in (*private, *sealed) if content.version > plan.version]
     require(not above, f"{at} with {above} still sealed above it")
-    require(proc.tensors in slot.private, f"{at} with {proc.tensors} not sealed: private {slot.private}")
+    require(proc.tensors in private, f"{at} with {proc.tensors} not sealed: private {private}")
     fitting = (proc.tensors, Content(plan.version, DAMAGED))
     same = [content for content in sealed if content.version == plan.version and content not in fitting]
     require(not same, f"{at} as {proc.tensors}, and another is sealed: {same}")
@@ -99,10 +111,15 @@ def at_formed(slots: Sequence[Slot], generation: int) -> None:
     require(len(contents) <= 1, f"generation {generation} starts with different contents: {contents}")
 
 
-def at_plan(slots: Sequence[Slot], plan: Plan, sealing: bool, damages: bool) -> None:
-    """`slots` as they are at the very moment of the decision, the dead whose death is not known included."""
+def at_plan(slots: Sequence[Slot], plan: Plan, sealing: bool, damages: bool, waived: bool = False) -> None:
+    """`slots` as they are at the very moment of the decision, the dead whose death is not known included. `damages`:
+    sealed versions may have been spoilt; `waived`: home and keepers of a rank have died."""
     floor = max(slot.floor for slot in slots)
-    require(plan.version >= floor, f"resuming at {plan.version}, behind {floor}, which every rank had sealed")
+    damages = damages or waived
+    require(
+        waived or plan.version >= floor,
+        f"resuming at {plan.version}, behind {floor}, which every rank had sealed",
+    )
     for rank, slot in enumerate(slots):
         proc = slot.proc
         if slot.life is not Life.ALIVE or proc is None:
@@ -115,7 +132,7 @@ def at_plan(slots: Sequence[Slot], plan: Plan, sealing: bool, damages: bool) -> 
         if plan.version < held:
             ended = proc.state.closed or proc.state.phase is ph.Phase.LEFT
             require(not ended or damages, f"rank {rank} is past its last step, and is to make it again")
-            require(sealing, f"resuming at {plan.version} loses a step that rank {rank} applied")
+            require(sealing or waived, f"resuming at {plan.version} loses a step that rank {rank} applied")
             require(
                 held == plan.version + 1 or damages,
                 f"resuming at {plan.version} loses more than the step of rank {rank}",

@@ -151,6 +151,41 @@ def leaves_without_closing() -> Iterator[None]:
         yield
 
 
+# --- of full versions in the live regime ------------------------------------------------------------------
+
+
+def next_before_the_last_is_sealed_everywhere() -> AbstractContextManager[object]:
+    right = ph.is_due
+
+    def hasty(state: ph.RankState) -> bool:
+        return right(replace(state, watermark=state.full))
+
+    return mock.patch.object(ph, "is_due", hasty)
+
+
+def each_goes_by_what_it_knew_before() -> AbstractContextManager[object]:
+    """A recovery leaves a survivor its own watermark, which its replacement never had."""
+    right = ph._reform
+
+    def keeps(state: ph.RankState) -> ph.Outcome:
+        after, actions = right(state)
+        if state.version is not None:
+            after = replace(after, full=state.full, watermark=state.watermark, every=state.every)
+        return after, actions
+
+    return mock.patch.object(ph, "_reform", keeps)
+
+
+def votes_before_the_full_version_is_sealed() -> AbstractContextManager[object]:
+    right = ph.TABLE[ph.Phase.COMPUTING, ph.GateReached]
+
+    def hasty(state: ph.RankState, event: ph.GateReached) -> ph.Outcome:
+        state, actions = right(state, event)
+        return state, tuple(action for action in actions if not isinstance(action, ph.FinishFull))
+
+    return _rule(ph.Phase.COMPUTING, ph.GateReached, hasty)
+
+
 MUTANTS = (
     Mutant(
         "a gate counts an errored result as passed",
@@ -206,5 +241,35 @@ SEALED_MUTANTS = (
         "two versions of private state are kept",
         "no version was found",
         config=lambda config: config._replace(private_slots=2, steps=3),
+    ),
+)
+
+FULL_MUTANTS = (
+    Mutant(
+        "a full version is due before the last is sealed everywhere",
+        "which is to be kept",
+        next_before_the_last_is_sealed_everywhere,
+        config=lambda config: config._replace(full_fails=True),
+    ),
+    Mutant("ranks seal different versions", "differ in when", each_goes_by_what_it_knew_before),
+    Mutant(
+        "private state of a full version is dropped too early",
+        "no version was found",
+        config=lambda config: config._replace(full_private_slots=1),
+    ),
+    Mutant(
+        "a full version that not every rank has stays",
+        "which is to be kept",
+        config=lambda config: config._replace(discards_full=False),
+    ),
+    Mutant(
+        "full versions have one slot",
+        "which is to be kept",
+        config=lambda config: config._replace(arena_slots=1),
+    ),
+    Mutant(
+        "a rank votes before its full version is sealed",
+        "while it is being sealed",
+        votes_before_the_full_version_is_sealed,
     ),
 )

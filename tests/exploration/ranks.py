@@ -9,9 +9,10 @@ arena meanwhile (see arenas.py).
 from dataclasses import replace
 
 from flashrec import phases as ph
-from tests.exploration import arenas, invariants
+from tests.exploration import arenas, invariants, nodes
 from tests.exploration.model import (
     DAMAGED,
+    LOST,
     Await,
     Config,
     Content,
@@ -21,6 +22,7 @@ from tests.exploration.model import (
     Proc,
     Say,
     Slot,
+    Told,
     Violation,
 )
 
@@ -41,6 +43,8 @@ def feed(slot: Slot, event: ph.Event) -> Slot:
         if isinstance(action, ph.Report):
             outbox.append(("parked", *action))
             promised = action.generation
+            if slot.asks:  # of a world of several nodes
+                slot = slot._replace(promise=promised)
         elif isinstance(action, ph.Linger):
             outbox.append(("leaving", *action))
         elif not isinstance(action, ph.Commit):
@@ -68,19 +72,52 @@ def keep_private(slot: Slot, content: Content, config: Config) -> Slot:
     return slot._replace(private=tuple(sorted([*kept, content]))[-config.private_slots :])
 
 
+def keep_full(slot: Slot, version: int, config: Config) -> Slot:
+    """Private state of a full version: what the last gate has sealed for it, in a slot of its own."""
+    found = [c for c in slot.private if c.version == version]
+    if not found:
+        raise Violation(f"the private state of full version {version} is gone: {slot.private}")
+    kept = [c for c in slot.full_private if c.version < version]
+    return slot._replace(full_private=(*kept, *found)[-config.full_private_slots :])
+
+
 def moves(slot: Slot, ctx: Context, config: Config) -> tuple[Move, ...]:
     """Everything the slot's process can do now, without its death."""
     if slot.life is not Life.ALIVE or slot.proc is None:
         return ()
     proc = slot.proc
     thread = arenas.thread_moves(slot, config)
+    if proc.todo and isinstance(proc.todo[0], ph.AwaitKept) and config.several:
+        waits = _await_kept(slot, proc, proc.todo[0], ctx, config)
+        taken = _receive(slot, proc, ctx, config) if proc.state.phase is Phase.REFORMING else ()
+        return (*waits, *taken, *thread)
     if proc.todo and not isinstance(proc.todo[0], ph.Install | ph.Form | Await):
         carried = _carry_out(slot, proc, ctx, config)
         if isinstance(proc.todo[0], ph.Apply) and not config.reduced:
-            carried += _receive(slot, proc, config)
+            carried += _receive(slot, proc, ctx, config)
         return (*carried, *thread)
     mine = _wait(slot, proc, ctx, config) if proc.todo else _go_on(slot, proc, ctx, config)
-    return (*mine, *_receive(slot, proc, config), *thread)
+    return (*mine, *_receive(slot, proc, ctx, config), *thread)
+
+
+def _await_kept(
+    slot: Slot, proc: Proc, action: ph.AwaitKept, ctx: Context, config: Config
+) -> tuple[Move, ...]:
+    """Until those who keep its replicas have acknowledged them; an error or an abort may end it before."""
+    rest = proc._replace(todo=proc.todo[1:])
+    if nodes.is_kept(slot, action, config):
+        return (Move("is kept", slot._replace(proc=rest), eager=True, lasting=True),)
+    aborted = any(isinstance(event, ph.Latch) and event.generation >= slot.joined for event in slot.inbox)
+    if proc.state.phase is Phase.REFORMING or not (ctx.broken or (aborted and not ctx.cut_off)):
+        return ()
+    slot = slot._replace(proc=proc._replace(todo=()))
+    return (Move("is not kept, and does not vote", feed(slot, ph.Verdict(False)), lasting=True),)
+
+
+def _holders(slot: Slot) -> tuple[int, ...]:
+    """Where what it relies on must be: of a keeper that is gone by now only the word is left."""
+    gone = {copy.node for copy in slot.copies if copy.acked and not (copy.private or copy.arena)}
+    return tuple(sorted({slot.node, *slot.keepers} - gone))
 
 
 # --- the main thread, with actions to carry out ---------------------------------------------------------
@@ -109,8 +146,22 @@ def _carry_out(slot: Slot, proc: Proc, ctx: Context, config: Config) -> tuple[Mo
         case ph.FinishSeal():
             slot = arenas.finish(slot, action.version)
             return (Move(f"{name} {action.version}", slot, eager=True, lasting=True),)
+        case ph.BeginFull():
+            assert proc.tensors is not None
+            slot = arenas.begin(keep_full(slot, action.version, config), proc.tensors, config)
+            return (Move(f"{name} {action.version}", slot, eager=True, lasting=True),)
+        case ph.FinishFull():
+            sealed = arenas.finish(slot, action.version)
+            outcomes = [Move(f"{name} {action.version}", sealed, eager=True, lasting=True)]
+            if config.full_fails and not arenas.holds(slot.arena, action.version):
+                failed = slot._replace(arena=arenas.given_up(slot.arena))
+                outcomes.append(Move(f"{name} {action.version} fails", failed, eager=True, lasting=True))
+            return tuple(outcomes)
+        case ph.AwaitKept():  # on one node nobody keeps replicas
+            assert not config.several
+            return (Move(name, slot, eager=True),)
         case ph.Vote():
-            return _vote(slot, proc, ctx)
+            return _vote(slot, proc, ctx, config)
         case ph.Apply():
             invariants.at_apply(slot, proc)
             assert proc.tensors is not None
@@ -121,10 +172,11 @@ def _carry_out(slot: Slot, proc: Proc, ctx: Context, config: Config) -> tuple[Mo
             slot = slot._replace(proc=proc._replace(grads=0))
             return (Move(name, feed(slot, ph.Exit()), eager=True),)
         case ph.DiscardAbove():
+            plan = proc.state.plan
             return tuple(
                 Move(
                     f"{name} {action.version}{' (just sealed)' if before is not slot else ''}",
-                    _discard(before, action.version, config),
+                    _told(_discard(before, action.version, config, action.full), plan, config),
                     eager=True,
                     lasting=True,
                 )
@@ -143,15 +195,22 @@ def _carry_out(slot: Slot, proc: Proc, ctx: Context, config: Config) -> tuple[Mo
             raise Violation(f"nobody carries out {action}")
 
 
-def _vote(slot: Slot, proc: Proc, ctx: Context) -> tuple[Move, ...]:
+def _told(slot: Slot, plan: ph.Plan | None, config: Config) -> Slot:
+    return nodes.tell_keepers(slot, plan, config) if config.several and plan is not None else slot
+
+
+def _vote(slot: Slot, proc: Proc, ctx: Context, config: Config) -> tuple[Move, ...]:
     invariants.at_vote(slot, proc)
     step = proc.state.version
     assert step is not None
     applies = proc.state.phase is Phase.GATED
     asks = proc.state.communicates and not proc.state.sealing
+    newest = nodes.full_that_counts(slot) if config.several else arenas.newest(slot.arena)
     yes = slot._replace(
+        holders=_holders(slot) if config.several else (),
         voted=step,
         asked=step if asks else slot.asked,
+        offered=newest if not proc.state.sealing else -1,
         proc=proc._replace(grads=slot.joined if applies else 0),
     )
     no = slot._replace(refused=step, proc=proc._replace(grads=0))
@@ -159,9 +218,12 @@ def _vote(slot: Slot, proc: Proc, ctx: Context) -> tuple[Move, ...]:
     return (*votes, Move(f"Vote no {step}", no, lasting=True)) if ctx.broken else tuple(votes)
 
 
-def _discard(slot: Slot, version: int, config: Config) -> Slot:
+def _discard(slot: Slot, version: int, config: Config, full: int | None = None) -> Slot:
+    full = version if full is None or not config.discards_full else full
     private = tuple(c for c in slot.private if c.version <= version or not config.discards)
-    return slot._replace(private=private, arena=arenas.discarded(slot.arena, version, config))
+    full_private = tuple(c for c in slot.full_private if c.version <= full)
+    arena = arenas.discarded(slot.arena, full, config)
+    return slot._replace(private=private, full_private=full_private, arena=arena)
 
 
 def _wait(slot: Slot, proc: Proc, ctx: Context, config: Config) -> tuple[Move, ...]:
@@ -173,13 +235,22 @@ def _wait(slot: Slot, proc: Proc, ctx: Context, config: Config) -> tuple[Move, .
     if isinstance(action, ph.Install):
         if ctx.source is None:
             return ()
+        if config.several and LOST in (ctx.source.lineage, ctx.private and ctx.private.lineage):
+            failed = feed(slot._replace(proc=proc._replace(todo=())), ph.Latch(action.plan.generation))
+            return (Move("its sources are gone", failed, lasting=True),)
         if ctx.source.version != action.plan.version:
             raise Violation(f"{ctx.source} is served, the plan says {action.plan.version}")
         if ctx.source.lineage == DAMAGED:
             return (_find_damaged(slot, proc, action.plan, config),)
-        mine = [c for c in slot.private if c.version == action.plan.version]
+        mine = [c for c in (*slot.private, *slot.full_private) if c.version == action.plan.version]
         private = mine[0] if mine else None
+        if config.several:  # from now on it is this node that has it, and the keepers hear of it
+            private = ctx.private
+            assert private is not None
+            slot = nodes.forget_acks(slot if private in mine else keep_private(slot, private, config))
+            slot = slot._replace(holders=tuple(sorted({*slot.holders, slot.node})))
         proc = rest._replace(tensors=ctx.source, private=private, note=None)
+        slot = _floored(slot, action.plan.version - 1, config)  # it seals at once
         return (Move("Install", feed(slot._replace(proc=proc), ph.Installed()), lasting=True),)
     assert isinstance(action, ph.Form)
     if slot.joined != action.generation:
@@ -190,23 +261,31 @@ def _wait(slot: Slot, proc: Proc, ctx: Context, config: Config) -> tuple[Move, .
             voted=-1,
             refused=-1,
             asked=-1,
+            offered=-1,
             proc=proc._replace(promised=0),
         )
-        if arenas.is_safe(slot, plan.version - 1, config):
-            joining = joining._replace(floor=max(slot.floor, plan.version - 1))
+        joining = _floored(joining, plan.version - 1, config)
+        if config.several and not proc.state.sealing:
+            joining = joining._replace(holders=_holders(joining))
         return (Move(f"Form {action.generation}", joining, eager=True, lasting=True),)
     outcomes = []
     if ctx.joined:
         said = (*slot.outbox, ("formed", action.generation))
         # What only this recovery needed is forgotten, so that ranks with different pasts become alike.
         rest = rest._replace(state=replace(rest.state, rehearsed=False))
-        slot = slot._replace(proc=rest, outbox=said, served=None, is_source=0, from_arenas=0)
+        slot = slot._replace(proc=rest, outbox=said, served=None, is_source=0, from_arenas=0, told=Told())
         formed = feed(slot, ph.Formed(action.generation))
         outcomes.append(Move(f"Formed {action.generation}", _mark(formed, Phase.CLOSING)))
     if ctx.broken:
         failed = feed(slot._replace(proc=proc._replace(todo=())), ph.Latch(action.generation))
         outcomes.append(Move("forming fails", failed))
     return tuple(outcomes)
+
+
+def _floored(slot: Slot, version: int, config: Config) -> Slot:
+    """Once it is known that the gate of `version` has passed: what is sealed of it is to be kept."""
+    safe = arenas.is_safe(slot, version, config)
+    return slot._replace(floor=max(slot.floor, version)) if safe else slot
 
 
 def _find_damaged(slot: Slot, proc: Proc, plan: ph.Plan, config: Config) -> Move:
@@ -234,7 +313,7 @@ def _go_on(slot: Slot, proc: Proc, ctx: Context, config: Config) -> tuple[Move, 
         case Phase.STARTING:
             zero = Content(0, slot.joined)
             fresh = slot._replace(  # what an earlier start has left is removed
-                private=(), arena=(), proc=proc._replace(tensors=zero, private=zero)
+                private=(), full_private=(), arena=(), proc=proc._replace(tensors=zero, private=zero)
             )
             ready = feed(fresh, ph.Protected())
             assert ready.proc is not None
@@ -261,8 +340,11 @@ def _between_steps(slot: Slot, proc: Proc, config: Config) -> tuple[Move, ...]:
     state = proc.state
     unsettled = state.latched or state.plan is not None or state.version is None
     known = unsettled and state.plan is None  # nothing that others can do takes it back
-    if state.sealing and unsettled and not proc.settled:
+    ends_here = state.version == config.steps and not state.sealing and not config.open_ended
+    if unsettled and not proc.settled and not ends_here:
         return (Move("Settle", feed(slot, ph.Settle()), eager=known),)
+    if state.version == config.steps and config.open_ended:
+        return ()
     slot = slot._replace(proc=proc._replace(settled=False))
     if state.version == config.steps:
         ends = [Move("Leave", _mark(feed(slot, ph.Leave()), Phase.CLOSING), eager=known)]
@@ -294,8 +376,10 @@ def _verdicts(slot: Slot, ctx: Context, config: Config) -> tuple[Move, ...]:
     outcomes = []
     for possible, passed in ((ctx.passed, True), (ctx.refused, False), (ctx.broken, None)):
         if possible:
-            after = feed(slot, ph.Verdict(passed, bool(passed) and ctx.asked))
+            every = config.full_every or ph.NEVER
+            after = feed(slot, ph.Verdict(passed, bool(passed) and ctx.asked, ctx.watermark, every))
             assert after.proc is not None
+            after = after._replace(floor=max(slot.floor, ctx.watermark))
             invariants.at_verdict(after.proc.state, ctx.passed)
             if after.proc.state.sealing and not slot.proc.state.sealing:
                 after = after._replace(outbox=(*after.outbox, ("switched",)))
@@ -324,9 +408,13 @@ def _leave_step(slot: Slot, proc: Proc, ctx: Context, config: Config) -> tuple[M
 # --- messages ---------------------------------------------------------------------------------------------
 
 
-def _receive(slot: Slot, proc: Proc, config: Config) -> tuple[Move, ...]:
+def _receive(slot: Slot, proc: Proc, ctx: Context, config: Config) -> tuple[Move, ...]:
     phase, plan = proc.state.phase, proc.state.plan
-    if not slot.inbox or (config.reduced and phase in (Phase.GATED, Phase.TAIL, Phase.CLOSING)):
+    if (
+        ctx.cut_off
+        or not slot.inbox
+        or (config.reduced and phase in (Phase.GATED, Phase.TAIL, Phase.CLOSING))
+    ):
         return ()
     event = slot.inbox[0]
     after = feed(slot._replace(inbox=slot.inbox[1:]), event)
@@ -344,7 +432,7 @@ def _receive(slot: Slot, proc: Proc, config: Config) -> tuple[Move, ...]:
         or (phase is Phase.BUILDING and (isinstance(event, ph.Plan) or plan is None))
     )
     taken = [Move(f"takes {event}", after, eager=eager)]
-    settled = proc.state.sealing and not proc.todo and not proc.state.latched and plan is None
+    settled = not proc.todo and not proc.state.latched and plan is None
     if phase is Phase.IDLE and settled and after.proc.state.latched and proc.state.version != config.steps:
         late = after._replace(proc=after.proc._replace(settled=True))
         taken.append(Move(f"takes {event} before it enters", late))

@@ -6,10 +6,11 @@ import pytest
 
 from tests.exploration.explore import Explorer
 from tests.exploration.model import Config, Regime
-from tests.exploration.mutants import MUTANTS, SEALED_MUTANTS, Mutant
+from tests.exploration.mutants import FULL_MUTANTS, MUTANTS, SEALED_MUTANTS, Mutant
 
 SMALL = Config(num_ranks=2, steps=2, num_faults=1)
 SEALED = SMALL._replace(regime=Regime.SEALED, private_slots=3)
+FULL = SMALL._replace(steps=3, full_every=1, all_die=True)
 ALIKE = ((0, 1),)
 
 
@@ -63,10 +64,28 @@ def test_every_interleaving_of_sealing_worlds(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     "config",
     [
+        FULL._replace(steps=2, num_faults=2, full_fails=True),
+        FULL._replace(steps=5, full_every=2, full_fails=True),
+        FULL._replace(num_ranks=3, from_start=False),
+    ],
+    ids=str,
+)
+@pytest.mark.timeout(600)
+def test_every_interleaving_of_worlds_that_seal_full_versions(
+    capsys: pytest.CaptureFixture[str], config: Config
+) -> None:
+    """Whatever dies once a full version's gate has passed, the job goes on, from a version that is complete."""
+    explore(capsys, config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
         SMALL,
         SMALL._replace(steps=1, num_faults=2),
         SMALL._replace(num_ranks=3, steps=1, from_start=False),
         SMALL._replace(steps=1, num_standbys=1),
+        FULL._replace(steps=2, full_fails=True, from_start=False),
         SEALED._replace(shared=True),
         SEALED._replace(steps=1, num_faults=2, from_start=False),
         SEALED._replace(communicates=True, sets=ALIKE, from_start=False),
@@ -94,6 +113,7 @@ def is_sound(config: Config) -> bool:
     [
         *((SMALL._replace(num_ranks=3, steps=1), mutant) for mutant in MUTANTS),
         *((SEALED, mutant) for mutant in SEALED_MUTANTS),
+        *((FULL._replace(steps=4), mutant) for mutant in FULL_MUTANTS),
     ],
     ids=lambda value: value.name if isinstance(value, Mutant) else value.regime,
 )

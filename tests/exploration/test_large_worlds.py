@@ -40,6 +40,8 @@ class LargeWorld(RuleBasedStateMachine):
         num_alike=st.integers(1, 3),
         communicates=st.booleans(),
         damages=st.booleans(),
+        full_every=st.integers(0, 2),
+        full_fails=st.booleans(),
     )
     def begin(
         self,
@@ -51,8 +53,12 @@ class LargeWorld(RuleBasedStateMachine):
         num_alike: int,
         communicates: bool,
         damages: bool,
+        full_every: int,
+        full_fails: bool,
     ) -> None:
         config = Config(num_ranks, 3, num_faults, num_standbys, reduced=False)
+        if regime is Regime.LIVE:
+            config = config._replace(full_every=full_every, full_fails=full_fails, all_die=full_every > 0)
         if regime is not Regime.LIVE:
             config = config._replace(regime=regime, private_slots=3, communicates=communicates)
         if regime is Regime.SEALED:

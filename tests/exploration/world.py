@@ -5,12 +5,13 @@ for as long as they like. What a process had sent is lost only with it: the kern
 before the daemon has read the dead one's last messages.
 """
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from flashrec import phases as ph
 from flashrecd.core.state import Status
-from tests.exploration import arenas, invariants, ranks
+from tests.exploration import arenas, invariants, nodes, ranks
 from tests.exploration.control import Control, put, standby_deaths, standby_moves
 from tests.exploration.model import (
     DAMAGED,
@@ -19,6 +20,8 @@ from tests.exploration.model import (
     Content,
     Context,
     Life,
+    Link,
+    Node,
     Slot,
     Violation,
     World,
@@ -41,10 +44,12 @@ class Public(NamedTuple):
     from_arenas: int
     served: tuple[int, Content] | None
     asked: int
+    offered: int
     replica: int
     sealed: tuple[Content, ...]  # in its arena
     wants: int  # the version it is installing; -1: none
     group: int  # generation whose groups it uses now; 0: none
+    node: int = 0
 
 
 def public(slot: Slot, config: Config) -> Public:
@@ -69,15 +74,37 @@ def public(slot: Slot, config: Config) -> Public:
         slot.from_arenas,
         slot.served,
         slot.asked,
+        slot.offered,
         slot.replica,
         tuple([kept.content for kept in slot.arena if kept.sealed]),
         action.plan.version if isinstance(action, ph.Install) else -1,
         group,
+        slot.node,
     )
 
 
-def context(me: Public, slots: Sequence[Public], cut: int, shared: bool = False) -> Context:
-    """What the rank that `me` describes, one of `slots`, can notice of the others. `shared`: see Config."""
+def spread_context(
+    rank: int, publics: Sequence[Public], slots: Sequence[Slot], world_nodes: Sequence[Node], cut: int
+) -> Context:
+    """The same in a world of several nodes."""
+    me = publics[rank]
+    ctx = context(me, publics, cut, from_sources=True)
+    if world_nodes[me.node].link is not Link.UP:
+        ctx = ctx._replace(cut_off=True)
+    if me.wants < 0 or not me.group:
+        return ctx
+    source = ctx.source
+    if me.from_arenas == me.group:
+        mates = [r for r, o in enumerate(publics) if o.replica == me.replica] if me.replica else [rank]
+        source = nodes.found(rank, slots, world_nodes, mates, me.wants)
+    return ctx._replace(source=source, private=nodes.found_private(rank, slots, world_nodes, me.wants))
+
+
+def context(
+    me: Public, slots: Sequence[Public], cut: int, shared: bool = False, from_sources: bool = False
+) -> Context:
+    """What the rank that `me` describes, one of `slots`, can notice of the others. `shared`: see Config.
+    `from_sources`: what arenas give is found elsewhere."""
     group, step = me.group, me.entered
     if not group:
         return NO_CONTEXT
@@ -93,10 +120,13 @@ def context(me: Public, slots: Sequence[Public], cut: int, shared: bool = False)
         broken = broken or not other.alive or other.generation > group or other.over >= group
         asked = asked or (there and other.asked == step)
     source = None
-    if me.wants >= 0:
+    if me.wants >= 0 and not (from_sources and me.from_arenas == group):
         mates = [other for other in slots if other.replica == me.replica] if me.replica else [me]
         source = installable(me, mates, slots if shared else ())
-    return Context(entered, passed, decided and not passed, joined, broken, passed and asked, source)
+    watermark = min(other.offered for other in slots) if passed else -1
+    return Context(
+        entered, passed, decided and not passed, joined, broken, passed and asked, watermark, source
+    )
 
 
 def installable(me: Public, mates: Sequence[Public], all_ranks: Sequence[Public]) -> Content | None:
@@ -137,21 +167,92 @@ def events(world: World, daemon: Control) -> Iterator[tuple[str, World]]:
     publics = [public(slot, daemon.config) for slot in world.slots]
     shared = daemon.config.shared
     for rank, slot in enumerate(world.slots):
-        for move in ranks.moves(slot, context(publics[rank], publics, world.cut, shared), daemon.config):
+        ctx = (
+            spread_context(rank, publics, world.slots, world.nodes, world.cut)
+            if world.nodes
+            else context(publics[rank], publics, world.cut, shared)
+        )
+        for move in ranks.moves(slot, ctx, daemon.config):
             after = put(world, rank, move.slot)
             if move.label.startswith("Formed"):
                 invariants.at_formed(after.slots, move.slot.joined)
+            if world.nodes and move.label == "Exit":
+                after = committed(after, move.slot)
             yield f"{rank} {move.label}", after
+        if world.nodes:
+            for move in nodes.transfers(slot, world.nodes, daemon.config):
+                yield f"{rank}: {move.label}", put(world, rank, move.slot)
+    yield from ghosts_move(world, daemon.config)
     for label, happen in daemon.messages(world):
         yield label, happen()
     yield from standby_moves(world)
+
+
+def committed(world: World, slot: Slot) -> World:
+    """The leader may hear of a rank's first commit at once."""
+    first = world.hub.status is Status.RUNNING and slot.joined == world.hub.generation
+    return nodes.first_committed(world) if first else world
+
+
+def beginning(daemon: Control) -> World:
+    """The world's first state: steps that are to be over by then (see Config.warm) have gone as they should. "joined":
+    then a node has come, and a link has broken. "behind": then ranks have entered the next step, and have sealed, but
+    for the last one, which has died. "voted": then the first has voted, and has died, while the others compute."""
+    config = daemon.config
+    world = daemon.initial()
+    if not config.warm:
+        return world
+    world = _until(world, daemon, config.all_ranks, lambda state: state.phase is ph.Phase.IDLE)
+    if config.begins == "joined":
+        slots = tuple(ranks.feed(slot, ph.Latch(world.hub.generation)) for slot in world.slots)
+        world = daemon.join(world._replace(slots=slots, returns=world.returns - 1), "new")
+    if config.begins == "behind":
+        last = config.all_ranks[-1:]
+        world = _until(world, daemon, last, lambda state: state.phase is ph.Phase.COMPUTING)
+        world = _until(world, daemon, config.all_ranks[:-1], lambda state: state.phase is ph.Phase.GATED)
+        world = put(world, last[0], ranks.die(world.slots[last[0]]))
+    if config.begins == "voted":
+        world = _until(world, daemon, config.all_ranks[1:], lambda state: state.phase is ph.Phase.COMPUTING)
+        world = _until(world, daemon, (0,), lambda state: state.phase is ph.Phase.GATED, waits=False)
+        world = put(world, 0, ranks.die(world.slots[0]))
+    return world
+
+
+def _until(
+    world: World,
+    daemon: Control,
+    those: Sequence[int],
+    is_there: Callable[[ph.RankState], bool],
+    waits: bool = True,
+) -> World:
+    """Let these ranks go on until they are there, with nothing to do; `waits`: or nothing but to wait for keepers."""
+
+    def arrived(slot: Slot) -> bool:
+        assert slot.proc is not None
+        state, todo = slot.proc.state, slot.proc.todo
+        at_rest = not todo or (waits and state.phase is ph.Phase.GATED and isinstance(todo[0], ph.AwaitKept))
+        return state.version == daemon.config.warm and is_there(state) and at_rest
+
+    while behind := [rank for rank in those if not arrived(world.slots[rank])]:
+        labels = tuple(f"{rank}{end}" for rank in behind for end in (" ", ":"))
+        options = ((label, after) for label, after in events(world, daemon) if after != world)
+        world = next(after for label, after in options if label.startswith(labels))
+    return world
+
+
+def ghosts_move(world: World, config: Config) -> Iterator[tuple[str, World]]:
+    for number, ghost in enumerate(world.ghosts):
+        for move in nodes.ghost_transfers(ghost, world.slots[ghost.rank], world.nodes, config):
+            yield f"ghost of {ghost.rank}: {move.label}", put(world, ghost.rank, move.slot)
+        others = (*world.ghosts[:number], *world.ghosts[number + 1 :])
+        yield f"ghost of {ghost.rank} ends", world._replace(ghosts=others)
 
 
 def faults(world: World, config: Config) -> Iterator[tuple[str, World]]:
     if not world.faults or world.hub.status is Status.ENDED:
         return
     for rank, slot in enumerate(world.slots):
-        if slot.life is Life.ALIVE:
+        if slot.life is Life.ALIVE and config.rank_faults:
             for after in ranks.deaths(slot, config):
                 yield f"! rank {rank} dies", put(world, rank, after)._replace(faults=world.faults - 1)
         for after in arenas.damages(slot, config):
@@ -159,12 +260,24 @@ def faults(world: World, config: Config) -> Iterator[tuple[str, World]]:
                 f"! the arena of rank {rank} is damaged",
                 put(world, rank, after)._replace(faults=world.faults - 1),
             )
-    yield from standby_deaths(world)
+    for slots in deaths_of_all(world.slots, config):
+        yield "! all die", world._replace(slots=slots, faults=world.faults - 1)
+    if world.nodes:
+        yield from nodes.losses(world, config)
+    else:
+        yield from standby_deaths(world)
     if config.link_faults:
         for generation in breakable(public(slot, config) for slot in world.slots):
             if generation != world.cut:
                 after = world._replace(cut=generation, faults=world.faults - 1)
                 yield f"! a link of generation {generation} breaks", after
+
+
+def deaths_of_all(slots: Sequence[Slot], config: Config) -> Iterator[tuple[Slot, ...]]:
+    """Every process at once, in each way in which they can have died."""
+    if config.all_die and any(slot.life is Life.ALIVE for slot in slots):
+        ways = [ranks.deaths(slot, config) if slot.life is Life.ALIVE else (slot,) for slot in slots]
+        yield from itertools.product(*ways)
 
 
 def breakable(publics: Iterator[Public] | Sequence[Public]) -> set[int]:

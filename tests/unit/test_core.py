@@ -151,7 +151,7 @@ def test_a_lost_rank_is_replaced_and_the_plan_names_the_sources() -> None:
 
 def test_a_standby_is_taken_before_a_process_is_started() -> None:
     job = Driven(2, num_standbys=2).running()
-    standbys = [proc for proc, _ in job.core.state.standbys]
+    standbys = [standby.proc for standby in job.core.state.standbys]
     job.tell(ev.StandbyReady(standbys[1], "forked"))
     answer = job.die(0, 0)
     assert job.only(ev.Assign, answer) == ev.Assign(standbys[1], 0, 2)
@@ -163,7 +163,7 @@ def test_a_standby_is_taken_before_a_process_is_started() -> None:
 
 def test_the_deepest_standby_is_taken() -> None:
     job = Driven(2, num_standbys=2)
-    first, second = [proc for proc, _ in job.core.state.standbys]
+    first, second = [standby.proc for standby in job.core.state.standbys]
     job.tell(ev.BuiltOffered(), ev.StandbyReady(first, "forked"), ev.StandbyReady(second, "forked"))
     assert not job.found(ev.Prepare)
     job.running()
@@ -175,7 +175,7 @@ def test_the_deepest_standby_is_taken() -> None:
 def test_the_death_of_a_standby_harms_nobody() -> None:
     job = Driven(2, num_standbys=1).running()
     before = job.core.state
-    (standby,) = [proc for proc, _ in before.standbys]
+    (standby,) = [standby.proc for standby in before.standbys]
     answer = job.end_of(standby)
     assert job.status is Status.RUNNING
     assert not job.found(ev.Abort, answer) + job.found(ev.Kill, answer)
@@ -324,7 +324,7 @@ def test_a_replacement_that_keeps_dying_while_others_park_is_charged() -> None:
 
 def test_the_job_ends_when_every_rank_is_at_its_end_and_has_exited() -> None:
     job = Driven(2, num_standbys=1).running()
-    (standby,) = [proc for proc, _ in job.core.state.standbys]
+    (standby,) = [standby.proc for standby in job.core.state.standbys]
     assert not job.found(ev.Release, job.leave(0))
     answer = job.leave(1)
     assert job.only(ev.Release, answer).procs == (job.proc(0), job.proc(1))

@@ -223,6 +223,20 @@ def test_a_world_that_had_not_protected_goes_on_starting() -> None:
     assert job.only(ev.SetRegime)
 
 
+@pytest.mark.parametrize(("sealed", "status"), [((), Status.STOPPING), ((0,), Status.RUNNING)])
+def test_a_job_that_has_no_room_for_its_arenas_is_not_gone_on_with(
+    sealed: tuple[int, ...], status: Status
+) -> None:
+    """Unless they are there already."""
+    job = Adopting(2, generation=1)
+    facts: dict[str, Any] = {"why_sealed": WHY, "generation": 1, "sealed": sealed}
+    job.rejoins(0, 0, **facts)
+    job.rejoins(1, 0, **facts, shortage="no room")
+    assert job.status is status
+    if status is Status.STOPPING:
+        assert job.core.state.outcome == (1, f"no room (sealed: {WHY})")
+
+
 def test_a_world_that_lost_a_rank_before_it_had_protected_starts_anew() -> None:
     job = Adopting(2, generation=1)
     job.rejoins(0, None, RankStatus.STARTING, claims=None, generation=1)

@@ -25,6 +25,7 @@ def adopt(core: Core, event: ev.Adopt, now: float) -> None:
         Member(proc, RankStatus.AWAITED, claims=claims)
         for proc, claims in zip(event.holders, event.claims, strict=True)
     )
+    core._begin_nodes(core.config.nodes)
     core._set(
         status=Status.ADOPTING,
         members=members,
@@ -61,7 +62,7 @@ def adopted(core: Core, event: ev.Adopted, now: float) -> None:
         core.detector.building(event.proc, now)
     where = f"{event.proc} is {event.status} in generation {event.generation}"
     core._log("adopted", where, rank, event.version)
-    settle(core, now)
+    settle(core, now, event.shortage)
 
 
 def ended(core: Core, rank: int, event: ev.Exited, how: str, now: float) -> None:
@@ -89,7 +90,7 @@ def expire(core: Core, now: float) -> None:
             core._kill_suspect(rank, "it lives, and has not told the daemon that adopts it where it stands")
 
 
-def settle(core: Core, now: float) -> None:
+def settle(core: Core, now: float, shortage: str = "") -> None:
     """Once every rank is accounted for."""
     members = core.state.members
     if core.state.status is not Status.ADOPTING or any(m.status is RankStatus.AWAITED for m in members):
@@ -103,7 +104,7 @@ def settle(core: Core, now: float) -> None:
     elif all(m.status in (RankStatus.LEFT, RankStatus.DONE) for m in members):
         core._close(now)
     elif not lost and current and all(m.status in _UNDISTURBED for m in members):
-        _go_on(core)
+        _go_on(core, shortage)
     elif any(m.status is RankStatus.STARTING for m in members) or not core._anything_to_lose():
         why = "the daemon was lost, and a rank, before every rank had protected its state"
         if core._charge(why):
@@ -112,14 +113,20 @@ def settle(core: Core, now: float) -> None:
         _recover(core, lost)
 
 
-def _go_on(core: Core) -> None:
+def _go_on(core: Core, shortage: str) -> None:
     if any(m.status is RankStatus.STARTING for m in core.state.members):
         core._set(status=Status.STARTING)
         core._log("world starting", "every rank was adopted, before all had protected their state")
+    elif core.state.why_sealed and shortage and not any(m.sealed for m in core.state.members):
+        # Not one has begun to seal: that daemon died before it could look. Whoever has begun has what it needs.
+        core._finish(1, f"{shortage} (sealed: {core.state.why_sealed})")
+        return
     else:
         core._set(status=Status.RUNNING)
         core._log("running", f"every rank was adopted, undisturbed, in generation {core.state.generation}")
-        core._do(ev.SetRegime(bool(core.state.why_sealed), core._live_procs()))
+        keepers = core._choose_keepers()
+        why = core.state.why_unsealed
+        core._do(ev.SetRegime(bool(core.state.why_sealed), core._live_procs(), keepers, why))
     core._refill_standbys()
 
 

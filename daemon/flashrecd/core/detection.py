@@ -12,7 +12,7 @@ When all stand still alike nobody is suspected: that is reported instead. If the
 running (a tick came late), nobody is blamed for it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ BUILD_FACTOR = 200.0
 ADOPT_FACTOR = 10.0
 PATIENCE_FACTOR = 100.0
 START_FACTOR = 5.0
+KEPT_FACTOR = 20.0
 HEARTBEATS = 12  # as many may be lost or late before their silence counts
 
 
@@ -72,6 +73,26 @@ def explain(suspect_after_s: float) -> list[Timeout]:
             PATIENCE_FACTOR * suspect_after_s,
             f"{PATIENCE_FACTOR:.0f} x suspect after: without a daemon training goes on; where it cannot (another rank "
             "was lost), a rank waits as long for another daemon, and then fails",
+        ),
+        Timeout(
+            "kept elsewhere",
+            KEPT_FACTOR * suspect_after_s,
+            f"{KEPT_FACTOR:.0f} x suspect after: a rank that has sealed a version waits in its gate for the other "
+            "nodes that keep replicas of it; if one that is there does not acknowledge it for as long, all park, and "
+            "the step is done again",
+        ),
+        Timeout(
+            "node",
+            suspect_after_s,
+            "nothing was heard of a node for as long, or its connection is closed: that is reported; it is lost, and "
+            "its ranks move, once nothing listens at its shard address either, a rank has parked, or those of all "
+            "other nodes stand still for as long, and longer than any of their steps took",
+        ),
+        Timeout(
+            "what is kept",
+            suspect_after_s,
+            "in a recovery a node that does not say for as long what replicas it keeps is lost; for the first node, "
+            f"which cannot be, it is {STILL_FACTOR:.0f} x suspect after, and then it keeps nothing",
         ),
         Timeout(
             "late watcher",
@@ -165,12 +186,37 @@ class Detector:
         self._condemned.add(proc)
         return True
 
-    def suspects(self, waiting: Mapping[str, bool], now: float) -> list[tuple[str, str]]:
-        """`waiting`: the processes to judge; True for one that waits for others by its own word."""
+    def silence(self, proc: str, now: float) -> float:
+        """For how long it has not been heard, in seconds; 0 if it never was."""
+        watch = self._watches.get(proc)
+        return now - watch.heard_at if watch is not None else 0.0
+
+    def forgive(self, procs: Iterable[str], now: float) -> None:
+        """Nothing could be heard of them until now."""
+        for proc in procs:
+            if proc in self._watches:
+                self._watches[proc] = replace(self._watches[proc], heard_at=now, moved_at=now)
+
+    def stands_still(self, procs: Iterable[str], now: float) -> bool:
+        """Whether all of them have stood still for longer than the longest step that any has taken."""
+        seen = [self._watches.get(proc) for proc in procs]
+        watches = [watch for watch in seen if watch is not None]
+        if not watches or len(watches) < len(seen):
+            return False
+        bound = max(self.suspect_after_s, *(watch.longest_step_s for watch in watches))
+        return all(now - watch.moved_at > bound for watch in watches)
+
+    def ticked(self, now: float) -> bool:
+        """Time has passed. True if it was the watcher that stood still, and so blames nobody."""
         late = self._ticked_at is not None and now - self._ticked_at > self.suspect_after_s / 2
         self._ticked_at = now
-        if late:  # it was the watcher that stood still
-            self._watches = {p: replace(w, heard_at=now, moved_at=now) for p, w in self._watches.items()}
+        if late:
+            self.forgive(list(self._watches), now)
+        return late
+
+    def suspects(self, waiting: Mapping[str, bool], now: float) -> list[tuple[str, str]]:
+        """`waiting`: the processes to judge; True for one that waits for others by its own word."""
+        if self.ticked(now):
             return []
         silent = [
             (proc, f"no heartbeat for {now - watch.heard_at:.1f} s")

@@ -6,7 +6,7 @@ A process is named by the core (`p7`); a rank is a number that processes hold on
 from typing import NamedTuple
 
 from flashrecd.core.plan import Plan
-from flashrecd.core.state import RankStatus
+from flashrecd.core.state import Kept, RankStatus
 
 # --- events -----------------------------------------------------------------------------------------
 
@@ -47,6 +47,7 @@ class Adopted(NamedTuple):
     why_sealed: str = ""
     private: tuple[int, ...] = ()
     sealed: tuple[int, ...] = ()
+    shortage: str = ""  # as in Protected, of all ranks that have been heard by now
 
 
 class BuiltOffered(NamedTuple):
@@ -67,6 +68,8 @@ class Protected(NamedTuple):
     why_sealed: str = ""
     difference: str = ""  # between this layout and another rank's, in words, if there is one
     shortage: str = ""  # of shared memory, should the regime be sealed
+    why_unsealed: str = ""  # why no full version can be sealed, should it be live
+    size_bytes: int = 0  # of shared memory for what it seals: ranks are compared by it
 
 
 class Switched(NamedTuple):
@@ -74,6 +77,13 @@ class Switched(NamedTuple):
 
     proc: str
     why_sealed: str
+
+
+class Unsealed(NamedTuple):
+    """A rank of the live regime can seal no full version any more, so none is sealed by any."""
+
+    proc: str
+    why_unsealed: str
 
 
 class Parked(NamedTuple):
@@ -139,11 +149,55 @@ class TagSeen(NamedTuple):
     progress: int  # grows with every collective and phase change
 
 
+class NodeHeard(NamedTuple):
+    """Anything came from this incarnation of the node. Also said when it is connected again after NodeClosed."""
+
+    node: int
+
+
+class NodeClosed(NamedTuple):
+    """The connection to the node is closed; it may come again."""
+
+    node: int
+    why: str
+
+
+class NodeDeserted(NamedTuple):
+    """Since NodeClosed nothing listens any more where the node served shards, though its machine answers."""
+
+    node: int
+
+
+class NodeJoined(NamedTuple):
+    """A node that is new, or another incarnation of one that was there: it has no process and keeps nothing. It is
+    appended to JobState.nodes, and a live node of its name is lost by this; unless the job is about to end, or the name
+    is the first node's: then nothing changes."""
+
+    name: str
+    domain: str = ""
+    num_slots: int | None = None
+
+
+class NodeFenced(NamedTuple):
+    """Somebody who can know (a fencing command, the operator) says that nothing runs on the node any more."""
+
+    node: int
+
+
+class Holdings(NamedTuple):
+    """The answer to Fence: the replicas that the node keeps, and refuses to change within that generation."""
+
+    node: int
+    generation: int
+    kept: tuple[Kept, ...]
+
+
 class Stop(NamedTuple):
     """Somebody wants the job to end: politely, or now."""
 
     reason: str
     hard: bool
+    code: int = 130  # of the job, by then
 
 
 class Tick(NamedTuple):
@@ -159,6 +213,7 @@ Event = (
     | StandbyReady
     | Protected
     | Switched
+    | Unsealed
     | Parked
     | Formed
     | Leaving
@@ -167,6 +222,12 @@ Event = (
     | Condemned
     | Heartbeat
     | TagSeen
+    | NodeHeard
+    | NodeClosed
+    | NodeDeserted
+    | NodeJoined
+    | NodeFenced
+    | Holdings
     | Stop
     | Tick
 )
@@ -175,12 +236,13 @@ Event = (
 
 
 class Launch(NamedTuple):
-    """Start a process: for `rank`, or (None) as a standby."""
+    """Start a process on `node`: for `rank`, or (None) as a standby. It stays there, whatever rank it takes later."""
 
     proc: str
     rank: int | None
     generation: int
     replacement: bool
+    node: int = 0
 
 
 class Prepare(NamedTuple):
@@ -205,17 +267,54 @@ class Abort(NamedTuple):
     reason: str
 
 
+class Fence(NamedTuple):
+    """These nodes are to refuse replicas of generation `generation` and older from now on, whatever is under way, and
+    then to say what they keep (Holdings)."""
+
+    generation: int
+    nodes: tuple[int, ...]
+
+
+class Settle(NamedTuple):
+    """The job goes on at `version` in `generation`: these nodes are to delete what older generations brought that is
+    newer, whole or not: private state above `version` (-1: all of it), tensors above `sealed`. In the live regime
+    `sealed` is the watermark: a full version above it will never be whole on all ranks, and would take the place in
+    which the next one is written."""
+
+    generation: int
+    version: int
+    nodes: tuple[int, ...]
+    sealed: int
+
+
 class SetRegime(NamedTuple):
-    """Every rank has protected its state, so the regime is known."""
+    """Every rank has protected its state, so the regime is known. `keepers`: by rank, the nodes that keep what it
+    seals; () for all in a job on one node."""
 
     sealing: bool
     procs: tuple[str, ...]
+    keepers: tuple[tuple[int, ...], ...] = ()
+    why_unsealed: str = ""
+
+
+class RankSources(NamedTuple):
+    """The nodes from which the sealed part and the private state of `rank` at the plan's version can be had: the node
+    of its arena first, if that has it, then those that keep a replica. Where nobody needs one of the two it is ()."""
+
+    rank: int
+    sealed: tuple[int, ...]
+    private: tuple[int, ...]
 
 
 class SendPlan(NamedTuple):
+    """`keepers`: as in SetRegime, from this generation on. `sources`: of every rank of which a replaced rank needs
+    something sealed; () in a job on one node."""
+
     plan: Plan
     sealing: bool
     procs: tuple[str, ...]
+    keepers: tuple[tuple[int, ...], ...] = ()
+    sources: tuple[RankSources, ...] = ()
 
 
 class Release(NamedTuple):
@@ -252,4 +351,18 @@ class Log(NamedTuple):
     reason: str
 
 
-Action = Launch | Prepare | Assign | Abort | SetRegime | SendPlan | Release | Kill | End | Inspect | Log
+Action = (
+    Launch
+    | Prepare
+    | Assign
+    | Abort
+    | Fence
+    | Settle
+    | SetRegime
+    | SendPlan
+    | Release
+    | Kill
+    | End
+    | Inspect
+    | Log
+)

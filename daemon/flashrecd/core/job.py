@@ -17,7 +17,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from flashrecd.core import adoption
+from flashrecd.core import adoption, nodeloss
 from flashrecd.core import events as ev
 from flashrecd.core.claims import contradiction
 from flashrecd.core.recovering import Recovering
@@ -51,9 +51,18 @@ class Core(Recovering):
         """The actions `event` leads to at monotonic time `now` (seconds)."""
         self._out, self._now = [], now
         rule = TABLE[type(event)]
-        if self.state.status is not Status.ENDED:
+        before = self.state.status
+        if before is not Status.ENDED:
             rule(self, event, now)
+            if self.state.status is Status.RUNNING is not before:
+                nodeloss.regroup(self)  # a node may have joined when it was too late for the plan
         return self._out
+
+    def _park_all(self, reason: str) -> None:
+        """Also gives up the nodes that are silent: from now on somebody waits for them."""
+        super()._park_all(reason)
+        if self.are_several:
+            nodeloss.judge(self, self._now)
 
     def _joined(self, event: ev.Joined, now: float) -> None:
         if event.proc in self.state.awaited:
@@ -69,20 +78,24 @@ class Core(Recovering):
         if rank is None or self.state.status in (Status.STOPPING, Status.CLOSING, Status.RESTARTING):
             return
         why = f": {event.difference}" if event.difference else ""
-        before = self.state.members[rank].claims
-        if before is not None and before != event.claims:
+        before = self.state.members[rank]
+        if before.claims is not None and before.claims != event.claims:
             self._finish(
                 1, f"rank {rank} and the process it replaces disagree about the layout of the state{why}"
             )
             return
-        member = self._update(rank, claims=event.claims)
+        # The first process's word holds: keepers are not to move because another's differs a little.
+        size_bytes = before.size_bytes or event.size_bytes
+        member = self._update(rank, claims=event.claims, size_bytes=size_bytes)
         if event.why_sealed and not self.state.why_sealed:
             self._set(why_sealed=event.why_sealed)
+        if member.status is RankStatus.STARTING and event.why_unsealed and not self.state.why_unsealed:
+            self._set(why_unsealed=event.why_unsealed)
         if member.status is RankStatus.STARTING:
             self.detector.protected(event.proc, now)
             self._update(rank, status=RankStatus.LIVE, version=0)
-        done = [r for r, m in enumerate(self.state.members) if m.status is RankStatus.DONE]
-        if done:
+        if self._any(RankStatus.DONE):
+            done = [r for r, m in enumerate(self.state.members) if m.status is RankStatus.DONE]
             self._finish(
                 1, f"rank {done[0]} ended with exit code 0 before protect(), which rank {rank} has called"
             )
@@ -98,7 +111,8 @@ class Core(Recovering):
                 1, f"rank {odd[0]} and rank {odd[1]} disagree about the layout of the state{difference}"
             )
             return
-        why = self.state.why_sealed
+        why = self.state.why_sealed or self._falls_together()
+        self._set(why_sealed=why)
         if why and shortage:
             self._finish(1, f"{shortage} (sealed: {why})")
             return
@@ -108,7 +122,10 @@ class Core(Recovering):
             self._log("sealed regime", why)
         else:
             self._log("live regime", "every rank holds the whole state")
-        self._do(ev.SetRegime(bool(why), self._live_procs()))
+            if self.state.why_unsealed:
+                self._log("nothing sealed", f"{self.state.why_unsealed}. If every rank dies, the job ends")
+        keepers = self._choose_keepers()
+        self._do(ev.SetRegime(bool(why), self._live_procs(), keepers, self.state.why_unsealed))
         parked = [r for r, m in enumerate(self.state.members) if m.status is RankStatus.PARKED]
         if parked:  # it was faster than the news that all had protected, and says so only once
             self._park_for(parked[0])
@@ -120,6 +137,12 @@ class Core(Recovering):
             self._set(why_sealed=event.why_sealed)
             self._log("sealed regime", event.why_sealed)
 
+    def _unsealed(self, event: ev.Unsealed, now: float) -> None:
+        rank = self.rank_of(event.proc)
+        if rank is not None and not self.state.why_unsealed:
+            self._set(why_unsealed=event.why_unsealed)
+            self._log("nothing sealed any more", f"rank {rank}: {event.why_unsealed}", rank)
+
     def _exited(self, event: ev.Exited, now: float) -> None:
         self.detector.forget(event.proc)
         self._no_longer_awaited(event.proc)
@@ -127,7 +150,7 @@ class Core(Recovering):
         error = dict(self.state.errors).get(event.proc)
         if error:
             how += f": {error}"
-        if event.proc in dict(self.state.standbys):
+        if self.standby(event.proc) is not None:
             self._standby_lost(event.proc, how)
             return
         if event.proc in self.state.stopping_procs:
@@ -151,7 +174,8 @@ class Core(Recovering):
             self._restart_world(rank, event, how)
         elif self._charge(f"rank {rank}: {how}", again=not self._charged_before(was)):
             self._park_all(f"rank {rank} is lost ({how})")
-            self._replace(rank)
+            if self.state.status is Status.PARKING:
+                self._replace(rank)
             self._plan_if_parked()
 
     def _leaving(self, event: ev.Leaving, now: float) -> None:
@@ -171,8 +195,8 @@ class Core(Recovering):
         self._set(status=Status.CLOSING, deadline=now + CLOSING_S)
         self._log("closing", "every rank is at its end")
         self._do(ev.Release(self._live_procs()))
-        for proc, _ in self.state.standbys:
-            self._do(ev.Kill(proc, True, "the job is done"))
+        for standby in self.state.standbys:
+            self._do(ev.Kill(standby.proc, True, "the job is done"))
         self._end_if_closed()
 
     def _closed(self, rank: int, event: ev.Exited, how: str) -> None:
@@ -190,7 +214,7 @@ class Core(Recovering):
                     self._do(ev.Kill(proc, True, event.reason))
             return
         self._set(deadline=now + GRACE_S)
-        self._finish(130, event.reason, hard=event.hard)
+        self._finish(event.code, event.reason, hard=event.hard)
 
     def _heartbeat(self, event: ev.Heartbeat, now: float) -> None:
         self.detector.heard(event.proc, now)
@@ -200,7 +224,7 @@ class Core(Recovering):
         if rank is None or event.proc in self.state.awaited or self.state.status is Status.ADOPTING:
             return
         self.detector.progressed(event.proc, event.entered, event.progress, now)
-        if event.entered is None:
+        if event.entered is None or not self._any(RankStatus.LEFT):
             return
         for early, member in enumerate(self.state.members):
             # A step needs every rank, so a rank at its end before another's step has ended too early.
@@ -210,12 +234,21 @@ class Core(Recovering):
                 )
 
     def _tick(self, event: ev.Tick, now: float) -> None:
+        if self.are_several:
+            nodeloss.tick(self, now)
         if self.state.status is Status.ADOPTING:
             adoption.expire(self, now)
             return
         starting = self.state.status is Status.STARTING  # one rank may download for all: silence alone counts
         waits = (RankStatus.PARKED, RankStatus.LEFT, RankStatus.BUILDING, RankStatus.FORMING)
-        watched = {m.proc: starting or m.status in waits for m in self.state.members if m.status not in GONE}
+        hushed = nodeloss.hushed(self, now)
+        # Of ranks there nothing is known, and whoever stands still may wait for one of them.
+        blind = any(m.node in hushed for m in self.state.members)
+        watched = {
+            m.proc: starting or blind or m.status in waits
+            for m in self.state.members
+            if m.status not in GONE and m.node not in hushed
+        }
         if self.state.status in (Status.STOPPING, Status.CLOSING):
             if self.state.deadline is not None and now > self.state.deadline:
                 self._set(deadline=None)
@@ -257,6 +290,7 @@ TABLE: dict[type, Callable[[Core, Any, float], None]] = {
     ev.StandbyReady: Core._standby_ready,
     ev.Protected: Core._protected,
     ev.Switched: Core._switched,
+    ev.Unsealed: Core._unsealed,
     ev.Parked: Core._parked,
     ev.Formed: Core._formed,
     ev.Leaving: Core._leaving,
@@ -265,6 +299,12 @@ TABLE: dict[type, Callable[[Core, Any, float], None]] = {
     ev.Condemned: Core._condemned,
     ev.Heartbeat: Core._heartbeat,
     ev.TagSeen: Core._tag_seen,
+    ev.NodeHeard: nodeloss.heard,
+    ev.NodeClosed: nodeloss.closed,
+    ev.NodeDeserted: nodeloss.deserted,
+    ev.NodeJoined: nodeloss.joined,
+    ev.NodeFenced: nodeloss.fenced,
+    ev.Holdings: nodeloss.told,
     ev.Stop: Core._stop,
     ev.Tick: Core._tick,
 }

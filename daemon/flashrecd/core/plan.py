@@ -5,6 +5,8 @@ slots. Tensors belong to a *replica set*, the ranks that hold the very same byte
 all ranks, in FSDP one set per rank): a member has them in memory, or takes them from another member's
 memory, or from the members' arenas, each of which holds its member's part. A version is possible when every
 rank has both halves of it; the job resumes at the greatest.
+
+The plan also says what every rank has sealed whole by now, the *watermark*: what is sealed next is written beside it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -39,12 +41,14 @@ class Inventory:
 class Plan:
     """Resume at `version` in `generation`. `replaced`: the ranks that are not at it, and install it. `served`:
     (replica set, its members that serve it from memory), for each set that arenas cannot give; a set that is
-    not there is read from its members' arenas where a replaced rank needs it."""
+    not there is read from its members' arenas where a replaced rank needs it. `watermark`: the newest version up to
+    this one that every rank has sealed whole; -1: none."""
 
     generation: int
     version: int
     replaced: tuple[int, ...]
     served: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    watermark: int = -1
 
 
 class Sources(NamedTuple):
@@ -106,9 +110,18 @@ def plan_recovery(inventory: Inventory, generation: int) -> tuple[Plan | None, s
         if lack:
             lacking.append(f"version {version}: no source for {lack}")
             continue
-        plan = Plan(generation, version, sources.replaced, sources.served)
+        plan = Plan(generation, version, sources.replaced, sources.served, watermark(inventory, version))
         return plan, "; ".join([_why(inventory, plan, live), *lacking])
     return None, "; ".join(lacking) or "no rank is left that holds the tensor state, and no arena does"
+
+
+def watermark(inventory: Inventory, version: int) -> int:
+    """The newest version up to `version` of which every rank has sealed both halves; -1: none."""
+    common: set[int] | None = None
+    for rank in range(inventory.world_size):
+        whole = set(inventory.sealed.get(rank, ())) & set(inventory.private.get(rank, ()))
+        common = whole if common is None else common & whole
+    return max((v for v in common or () if v <= version), default=-1)
 
 
 def _candidates(inventory: Inventory, live: Iterable[int]) -> set[int]:

@@ -31,14 +31,13 @@ class Recovering(Starting):
         if self.state.status is Status.PARKING:
             return
         ended = self.state.generation
-        for rank, member in enumerate(self.state.members):
-            if member.status in (RankStatus.LIVE, RankStatus.FORMING, RankStatus.LEFT):
-                self._update(rank, status=RankStatus.LIVE)
+        self._update_all((RankStatus.FORMING, RankStatus.LEFT), status=RankStatus.LIVE)
         self._set(status=Status.PARKING)
         self._await_launcher()
         self.detector.disturbed(self._now)
         self._log("abort", f"generation {ended}: {reason}")
         self._do(ev.Abort(ended, self._live_procs(), reason))
+        self._fence(ended)
 
     def _await_launcher(self) -> None:
         """From now on it has some time to start again what it has lost, while others wait for that."""
@@ -61,25 +60,35 @@ class Recovering(Starting):
     def _replace(self, rank: int) -> None:
         """A process for `rank`: the best standby that is ready, or a new one."""
         order = ("built", "forked", "building")  # one that is being built may be the slowest of all
-        ready = sorted((s for s in self.state.standbys if s[1]), key=lambda s: order.index(s[1]))
+        node = self._home_for(rank)
+        if node is None:
+            self._finish(1, f"no node has room for rank {rank}. {self._why_it_failed()}")
+            return
+        moves = node != self.state.members[rank].node
+        where = f" on node {self.node_name(node)}" if moves else ""
+        here = (s for s in self.state.standbys if s.depth and s.node == node)
+        ready = sorted(here, key=lambda s: order.index(s.depth))
         generation = self.state.generation + 1
         if ready:
-            proc, depth = ready[0]
-            self._set(standbys=tuple(s for s in self.state.standbys if s[0] != proc))
+            proc, depth, _ = ready[0]
+            self._set(standbys=tuple(s for s in self.state.standbys if s.proc != proc))
             self._do(ev.Assign(proc, rank, generation))
             self.detector.building(proc, self._now)
-            self._log("replacement", f"{proc}, a {depth} standby, takes the rank", rank)
+            self._log("replacement", f"{proc}, a {depth} standby{where}, takes the rank", rank)
         else:
             proc = self._new_proc()
-            self._launch(ev.Launch(proc, rank, generation, replacement=True))
+            self._launch(ev.Launch(proc, rank, generation, replacement=True, node=node))
             why = "the launcher is to start it" if self.config.external else "no standby was ready"
             how = "is awaited" if self.config.external else "is started"
-            self._log("replacement", f"{why}: {proc} {how}", rank)
+            self._log("replacement", f"{why}: {proc} {how}{where}", rank)
+        if moves:
+            self._update(rank, node=node, private=(), sealed=())
+            self._change_node(node, spare=False)
         self._update(rank, proc=proc, status=RankStatus.BUILDING, version=None, can_advance=False)
 
     def _standby_lost(self, proc: str, how: str) -> None:
         """A standby that fails never harms the world; it is made anew when a rank is next replaced."""
-        self._set(standbys=tuple(s for s in self.state.standbys if s[0] != proc))
+        self._set(standbys=tuple(s for s in self.state.standbys if s.proc != proc))
         if self.state.status is Status.CLOSING:
             self._end_if_closed()
             return
@@ -89,8 +98,12 @@ class Recovering(Starting):
         rank = self.rank_of(event.proc)
         if rank is None or event.generation != self.state.generation:
             return  # a process of the past, or a promise about a generation that is over
+        if self.are_several:
+            self._set(promised=True)
         if self.state.status in (Status.RUNNING, Status.FORMING):
             self._park_for(rank)
+            if self.rank_of(event.proc) is None:
+                return  # it waited for this to be found that its node is lost
         if self.state.status not in (Status.PARKING, Status.STARTING, Status.ADOPTING):
             return
         if event.version is None:
@@ -128,7 +141,7 @@ class Recovering(Starting):
         if not self._all(RankStatus.PARKED, RankStatus.BUILDING):
             return
         # A launcher that has lost one rank is about to end the others: a plan that counted on them would be void.
-        if self.state.awaited:
+        if self.state.awaited or self._is_held_up():
             return
         self._set(deadline=None)
         if not self._charge(self.state.first_failure or "every rank parked and none had died", again=False):
@@ -143,21 +156,23 @@ class Recovering(Starting):
         if plan is None:
             self._finish(1, f"cannot recover: {reason}. {self.state.first_failure}")
             return
-        tries = self._tries_at(plan.version)
+        tries = 0 if self.state.is_regrouping else self._tries_at(plan.version)
         if tries > self.config.max_tries_per_step:
             self._finish(
                 1,
                 f"step {self.state.tries[0]} failed {tries} times; given up. {self._why_it_failed()}",
             )
             return
-        for rank in range(self.config.world_size):
-            self._update(rank, status=RankStatus.FORMING, buckets="")
+        self._update_all(tuple(RankStatus), status=RankStatus.FORMING, buckets="")
         self._set(status=Status.FORMING, generation=generation, version=plan.version)
         self._log("plan", f"generation {generation}: {reason}", step=plan.version)
-        self._do(ev.SendPlan(plan, bool(self.state.why_sealed), self._live_procs()))
+        sources, keepers = self._sources(plan), self._choose_keepers()
+        self._settle(generation, plan.version, plan.version if self.state.why_sealed else plan.watermark)
+        self._do(ev.SendPlan(plan, bool(self.state.why_sealed), self._live_procs(), keepers, sources))
 
     def _inventory(self) -> Inventory:
         members = self.state.members
+        private, sealed = self._kept()
         return Inventory(
             self.config.world_size,
             {
@@ -165,8 +180,8 @@ class Recovering(Starting):
                 for r, m in enumerate(members)
                 if m.status is RankStatus.PARKED
             },
-            {rank: m.private for rank, m in enumerate(members)},
-            {rank: m.sealed for rank, m in enumerate(members)},
+            private,
+            sealed,
             replica_sets(members),
         )
 
@@ -175,7 +190,8 @@ class Recovering(Starting):
         a later version was there and is lost: private state is sealed in the gate, for the version after it."""
         if plan is not None:
             return bool(self.state.why_sealed) and plan.version == 0
-        return max((v for m in self.state.members for v in m.private), default=0) <= PRIVATE_OF_THE_START
+        private, _ = self._kept()
+        return max((v for versions in private.values() for v in versions), default=0) <= PRIVATE_OF_THE_START
 
     def _tries_at(self, version: int) -> int:
         """How often the present step has failed, this failure counted. The sealed regime may go back one version, or

@@ -8,13 +8,9 @@ rank. A child of the daemon that nobody started on purpose therefore was a dead 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 from pathlib import Path
 from typing import NamedTuple
-
-_PR_SET_CHILD_SUBREAPER = 36
-_PR_GET_CHILD_SUBREAPER = 37
 
 
 class ProcessStat(NamedTuple):
@@ -26,24 +22,6 @@ class ProcessStat(NamedTuple):
     session: int
     start_ticks: int
     """Since boot; with the pid it names one process, for ever."""
-
-
-def is_subreaper() -> bool:
-    value = ctypes.c_int(0)
-    _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(value))
-    return bool(value.value)
-
-
-def set_subreaper(on: bool) -> None:
-    """Whether orphans below this process become its children. Raises OSError."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(on))
-
-
-def _prctl(option: int, argument: object) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, argument, *[ctypes.c_ulong(0)] * 3) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"prctl({option}): {os.strerror(code)}")
 
 
 def process_stat(pid: int) -> ProcessStat | None:

@@ -77,6 +77,8 @@ class _Followed:
     fd: int = -1
     unfinished: bytearray = field(default_factory=bytearray)
     """A line whose newline has not come yet; at most max_line_bytes."""
+    has_failed: bool = False
+    """It could not be read, once at least."""
 
 
 class Tail:
@@ -101,6 +103,7 @@ class Tail:
         self._shortest_pause_s = shortest_pause_s
         self._longest_pause_s = longest_pause_s
         self._followed: dict[str, list[_Followed]] = {}
+        self._unreadable: list[tuple[str, str, OSError]] = []
 
     def follow(self, proc: str, files: dict[str, Path], begin: Mapping[str, int] | None = None) -> None:
         """Start before the process does. `files` by stream; they need not exist yet. `begin`: bytes of each that were
@@ -123,12 +126,31 @@ class Tail:
         """How many bytes of the file have been delivered, those included whose delivery is under way."""
         return next((one.delivered for one in self._followed.get(proc, []) if one.stream == stream), 0)
 
+    def rewind(self, proc: str, begin: Mapping[str, int]) -> None:
+        """Deliver again what comes after `begin`, by stream."""
+        for followed in self._followed.get(proc, []):
+            followed.position = followed.delivered = begin.get(followed.stream, 0)
+            followed.unfinished.clear()
+
     def poll(self) -> bool:
-        """Deliver what has arrived, at most one read for each file; whether there was anything."""
+        """Deliver what has arrived, at most one read for each file; whether there was anything. A file that cannot be
+        read, which `unreadable()` tells, is tried again by the next call."""
         # A list: a callback may start or end the following of another process.
         everything = [followed for group in self._followed.values() for followed in group]
-        num_read = sum(self._read(followed) for followed in everything)
+        num_read = 0
+        for followed in everything:
+            try:
+                num_read += self._read(followed)
+            except OSError as error:
+                if not followed.has_failed:
+                    followed.has_failed = True
+                    self._unreadable.append((followed.proc, followed.stream, error))
         return num_read > 0
+
+    def unreadable(self) -> list[tuple[str, str, OSError]]:
+        """(proc, stream, why) of each file that `poll()` could not read, told once."""
+        told, self._unreadable = self._unreadable, []
+        return told
 
     async def run(self) -> None:
         """Poll until cancelled: often while there is output, seldom while there is none."""
@@ -141,21 +163,31 @@ class Tail:
         """Deliver the rest of an ended process's output, a last line without newline included, and let go.
         `room` is awaited before each read: whoever takes the lines may not be ready for more.
 
-        What its descendants print after the call may be missing from the stream; the files have it.
+        What its descendants print after the call may be missing from the stream; the files have it. Raises OSError for
+        one that cannot be read, once all has been done for the others.
         """
         group = self._followed.get(proc, [])
+        failed: OSError | None = None
         for followed in group:
-            end = _size(followed)
-            while followed.position < end:
-                # Let a heartbeat through between two reads of a long file.
-                await (room() if room is not None else asyncio.sleep(0))
-                if not self._read(followed):
-                    break
+            try:
+                await self._read_to_end(followed, room)
+            except OSError as error:
+                failed = failed or error
         # Unless another call for the same process was faster.
         if self._followed.get(proc) is group and group:
             del self._followed[proc]
             for followed in group:
                 self._let_go(followed)
+        if failed is not None:
+            raise failed
+
+    async def _read_to_end(self, followed: _Followed, room: Callable[[], Awaitable[None]] | None) -> None:
+        end = _size(followed)
+        while followed.position < end:
+            # Let a heartbeat through between two reads of a long file.
+            await (room() if room is not None else asyncio.sleep(0))
+            if not self._read(followed):
+                break
 
     def close(self) -> None:
         """Let go of every file, delivering unfinished lines that have been read."""

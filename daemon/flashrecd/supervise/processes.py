@@ -22,12 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashrec.errors import EnvironmentFault, ProtocolError, UsageError
+from flashrec.prctl import is_subreaper, set_subreaper
 from flashrec.protocol.spawn import ProcSpec, spec_file
 from flashrecd.supervise.descendants import (
     children_of,
-    is_subreaper,
     process_stat,
-    set_subreaper,
 )
 from flashrecd.supervise.forkclient import ForkClient, ForkServerGone, Launch
 
