@@ -27,8 +27,11 @@ class Assembly:
         self._store = store
         if self._gate is not None:
             self._gate.close()
-        self._gate = open_gate(self.groups, self._shm_dir, rank, self._world_size, generation)
-        self.groups.form(store, generation)
+        welcome = self._link.welcome
+        # A job of several nodes has replicas' addresses, for all its life; how many nodes there are changes.
+        shared = None if welcome.replica_address else self._shm_dir
+        self._gate = open_gate(self.groups, shared, rank, self._world_size, generation)
+        self.groups.form(store, generation, welcome.data_address)
 
     def agree(self, values: Sequence[int]) -> list[int] | None:
         """Element-wise minimum over all ranks; None when no result came."""

@@ -216,7 +216,7 @@ class Engine(Interpreter):
             if self._machine is None:
                 self.groups.act_as(None)
             return True  # the loop offers another
-        self._rehearsed_ns = time.monotonic_ns()
+        self._recovery.rehearsed_ns = time.monotonic_ns()
         if self._machine is None:
             self.groups.act_as(None)
             self._await_rank()

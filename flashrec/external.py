@@ -5,6 +5,7 @@ ended. What `runner.py` does around a script happens here inside it: at init(), 
 """
 
 import atexit
+import contextlib
 import os
 import sys
 import threading
@@ -16,9 +17,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from flashrec import __version__
-from flashrec.errors import DaemonUnavailable, UsageError
+from flashrec.errors import DaemonUnavailable, ProtocolError, UsageError
 from flashrec.link import Link, attach
 from flashrec.protocol import messages as msg
+from flashrec.protocol.exitcode import leave_exit_code
 from flashrec.protocol.jobdir import JobDirectory
 from flashrec.protocol.places import ENV_DIR, control_address, daemon_runs_in, default_run_dir
 from flashrec.runner import report
@@ -119,12 +121,13 @@ class _Ending:
         self._engine = engine
         self._pid = os.getpid()
         self._directory = JobDirectory.hold(Path(link.welcome.shm_dir))
+        leave_exit_code(self._directory.path, link.proc)
         self._failed = self._interrupted = False
         self._code = 0
         self._next_hook = sys.excepthook
         self._next_exit = sys.exit
         sys.excepthook = self._on_exception
-        # Nothing tells an exit handler the code of a SystemExit, so it is read off where nearly all come from.
+        # Where the C library does not leave the code: it is read off where nearly all come from.
         sys.exit = self._on_sys_exit
         atexit.register(self._at_exit)
 
@@ -135,8 +138,12 @@ class _Ending:
             self._failed = True
             self._interrupted = isinstance(error, KeyboardInterrupt)
             if not isinstance(error, KeyboardInterrupt):
-                report(self._link, error)
+                self._report(error)
         self._next_hook(kind, error, trace)
+
+    def _report(self, error: BaseException) -> None:
+        report(self._link, error)
+        self._link.send(msg.Ending(self._link.proc, 1))
 
     def _on_sys_exit(self, status: Any = None, /) -> Any:
         if os.getpid() == self._pid and threading.current_thread() is threading.main_thread():
@@ -161,8 +168,9 @@ class _Ending:
         """Until the daemon has heard the code: seeing the process end first, it could not tell it from a death."""
         deadline = time.monotonic() + HEARD_S
         while not self._interrupted and not self._link.daemon_lost and time.monotonic() < deadline:
-            if isinstance(self._link.receive(HEARD_S / 10), msg.Released):
-                return
+            with contextlib.suppress(ProtocolError):  # what it said matters no more
+                if isinstance(self._link.receive(HEARD_S / 10), msg.Released):
+                    return
 
     def _leave(self, engine: "Engine | None") -> None:
         try:
@@ -173,7 +181,7 @@ class _Ending:
             self._link.send(msg.Ending(self._link.proc, self._code))
         except BaseException as error:
             traceback.print_exc()
-            report(self._link, error)
+            self._report(error)
             self._be_heard()
             self._link.close()
             self._directory.leave()

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import errno
 import gc
 import importlib
@@ -41,6 +40,7 @@ from collections.abc import Callable
 import msgpack
 
 from flashrec.errors import EnvironmentFault, FlashrecError, ProtocolError
+from flashrec.prctl import die_with_parent, set_name, set_subreaper
 from flashrec.protocol.spawn import (
     EXIT_NEVER_STARTED,
     MAX_PACKET_BYTES,
@@ -49,10 +49,6 @@ from flashrec.protocol.spawn import (
     read_spec_file,
     unpack_map,
 )
-
-_PR_SET_PDEATHSIG = 1
-_PR_SET_NAME = 15
-_PR_SET_CHILD_SUBREAPER = 36
 
 # OpenBLAS starts its threads when it is loaded. One thread is what the server must keep; ranks forked from it
 # have the caller's value back in their environment, for the processes they start, and numpy with one thread.
@@ -116,8 +112,8 @@ def become(spec: ProcSpec) -> None:
     os.chdir(spec.cwd)
     os.environ.update(spec.env)
     _default_signals()
-    _prctl(_PR_SET_NAME, ctypes.create_string_buffer(spec.proc.encode()[:15]))
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    set_name(spec.proc)
+    set_subreaper(True)
     _seed_generators()
 
 
@@ -155,14 +151,6 @@ def _default_signals() -> None:
             signal.signal(number, signal.SIG_IGN if number in ignored_by_python else signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-
-
-def _prctl(option: int, value: int | ctypes.Array[ctypes.c_char]) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    argument = ctypes.c_ulong(value) if isinstance(value, int) else value
-    if libc.prctl(option, argument, *[ctypes.c_ulong(0)] * 3) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"prctl({option}): {os.strerror(code)}")
 
 
 def _import_with_one_thread(modules: list[str]) -> None:
@@ -223,7 +211,7 @@ class _Server:
     def serve(self, preload: list[str]) -> ProcSpec | None:
         """None when the daemon has closed the socket; in a forked child, what it is to become."""
         # A daemon killed in the middle of an import: nobody would see for seconds that the socket is closed.
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent(signal.SIGKILL)
         if self._daemon_is_gone():
             return None  # killed before that: no signal will come
         started = time.monotonic()

@@ -26,7 +26,7 @@ from flashrec.errors import EnvironmentFault, UsageError
 from flashrec.groups import GateBroken, GroupSet
 from flashrec.state.codec import checksum
 
-MAX_VALUES = 5
+MAX_VALUES = 6
 """How many numbers an agreement can be about; the shared memory has room for so many."""
 
 
@@ -92,7 +92,7 @@ class SharedMemoryGate(Gate):
 
         0     u32   word     the newest round whose numbers are in this line; sleepers wait for it to change
         8     u32   pid      of the line's writer
-        64    numbers of even rounds: u64 round, 5 x i64 values, u64 checksum
+        64    numbers of even rounds: u64 round, 6 x i64 values, u64 checksum
         128   numbers of odd rounds
 
     In round n = 1, 2, ... every rank writes its numbers, then its word: n-1 -> n. Rank 0 waits for each word
@@ -264,9 +264,10 @@ class SharedMemoryGate(Gate):
         return True
 
 
-def open_gate(groups: GroupSet, directory: Path, rank: int, world_size: int, generation: int) -> Gate:
-    """The cheapest gate for ranks that all share `directory`, which lies in this node's shared memory."""
-    if SharedMemoryGate.is_possible():
+def open_gate(groups: GroupSet, directory: Path | None, rank: int, world_size: int, generation: int) -> Gate:
+    """The cheapest gate for ranks that all share `directory`, which lies in this node's shared memory; None: they are
+    on several nodes, and share nothing."""
+    if directory is not None and SharedMemoryGate.is_possible():
         return SharedMemoryGate(directory, rank, world_size, generation)
     return AllReduceGate(groups, generation)
 

@@ -2,6 +2,9 @@
 
 from typing import NamedTuple
 
+NEVER = 1 << 40
+"""As the number of steps between two full versions: none is sealed."""
+
 # --- what happens to a rank -----------------------------------------------------------------------
 
 
@@ -29,10 +32,13 @@ class GateReached(NamedTuple):
 
 class Verdict(NamedTuple):
     """The agreement ended. `passed` None: no result came (a peer is gone, or the groups were cut). `sealing`: some
-    rank has seen what the live regime cannot bear, so all go over to the sealed one."""
+    rank has seen what the live regime cannot bear, so all go over to the sealed one. `watermark`: the newest full
+    version that every rank has sealed (-1: none). `every`: after how many steps each of them bears the next."""
 
     passed: bool | None
     sealing: bool = False
+    watermark: int = -1
+    every: int = NEVER
 
 
 class Applied(NamedTuple):
@@ -58,13 +64,15 @@ class Latch(NamedTuple):
 
 class Plan(NamedTuple):
     """Resume at `version` in `generation`. `replaced` ranks, all that do not hold it, install it: of each replica set
-    in `served` the ranks beside it serve what they hold, all else comes from arenas."""
+    in `served` the ranks beside it serve what they hold, all else comes from arenas. `watermark`: the newest version
+    up to it that every rank has sealed whole; -1: none."""
 
     generation: int
     version: int
     replaced: tuple[int, ...]
     served: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
     sealing: bool = False
+    watermark: int = -1
 
 
 class Rehearsed(NamedTuple):
@@ -133,8 +141,32 @@ class FinishSeal(NamedTuple):
     version: int
 
 
+class BeginFull(NamedTuple):
+    """As BeginSeal, of a full version in the live regime: private state of `version` is kept beside its tensors, until
+    a later full version is sealed everywhere."""
+
+    version: int
+
+
+class FinishFull(NamedTuple):
+    """Come back when the full version is sealed, or cannot be: that is no failure, and shows in the watermark."""
+
+    version: int
+
+
+class AwaitKept(NamedTuple):
+    """Come back when every node that keeps replicas of this rank has acknowledged `sealed` (None: no such version) and
+    the private state of the versions `private`. At once where there is none. It ends in two other ways, and either way
+    what follows in the same list is void: because the generation is over, or because a keeper does not acknowledge.
+    In a gate that is Verdict(False), for no vote went out, and the others hear of it; in a recovery it is a Latch, as
+    with Install."""
+
+    sealed: int | None
+    private: tuple[int, ...]
+
+
 class Vote(NamedTuple):
-    """Take part in the agreement."""
+    """Take part in the agreement. A full version counts in it once all who keep replicas have acknowledged it."""
 
 
 class Apply(NamedTuple):
@@ -155,9 +187,11 @@ class Report(NamedTuple):
 
 
 class DiscardAbove(NamedTuple):
-    """Delete everything sealed above `version`: a redone step must not mix with its first attempt."""
+    """Delete everything sealed above `version`: a redone step must not mix with its first attempt. And full versions
+    above `full`: not every rank has them, and they would be taken for what a later one may be written over."""
 
     version: int
+    full: int
 
 
 class PutBack(NamedTuple):
@@ -200,6 +234,9 @@ Action = (
     | Seal
     | BeginSeal
     | FinishSeal
+    | BeginFull
+    | FinishFull
+    | AwaitKept
     | Vote
     | Apply
     | Abandon

@@ -18,15 +18,20 @@ from flashrec import phases as ph
 from flashrec.assembly import Assembly
 from flashrec.beacon import Beacon
 from flashrec.data import Feed
-from flashrec.errors import GroupsAborted, UsageError
+from flashrec.errors import EnvironmentFault, GroupsAborted, IntegrityError, UsageError
 from flashrec.groups import GroupSet
-from flashrec.keeping import Keeper, SealedDamaged
+from flashrec.keeping import Keeper, SealedDamaged, SourcesLost
 from flashrec.link import DaemonFound, DaemonLost, Incoming, Link
+from flashrec.pacing import Pace
 from flashrec.patience import Patience
 from flashrec.protected import ProtectedState
 from flashrec.protocol import messages as msg
 from flashrec.protocol.phase import Phase
-from flashrec.state.pull import PullCancelled, Puller
+from flashrec.recovery import Recovery
+from flashrec.sources import Reach
+from flashrec.state.pull import PullCancelled
+from flashrec.state.replicating import NotKept
+from flashrec.state.sealing import SealStuck
 
 COMMUNICATES = "collectives run between the gate and the end of a step, so that a failure there tears ranks"
 
@@ -52,11 +57,11 @@ class Interpreter:
         self._regime_known = self.replacement  # which learns it from its plan
         self._claims: tuple[tuple[tuple[int, ...], str], ...] | None = None  # since protect()
         self._why_sealed = ""
+        self._pace = Pace(None)
         self._arena_bytes = 0
+        self._recovery = Recovery(link, self._assembly)
         self._forming: int | None = None  # generation that is being installed or formed
         self._patience = Patience(link)
-        self._rehearsed_ns = 0
-        self._pulled_ns = 0
         self._report_commit = True
         self._warned: set[str] = set()
         self._main_thread = threading.get_ident()
@@ -66,6 +71,7 @@ class Interpreter:
         link.standing = self._standing
         link.on_adopted = self._assembly.say_again
         link.on_forsaken = self._on_forsaken
+        link.on_garbled = self._on_garbled
         groups.on_latch = self._on_latch
 
     # --- who I am ---------------------------------------------------------------------------------------
@@ -106,10 +112,13 @@ class Interpreter:
         """Take a rank, for good."""
         phase = Phase.BUILDING if self.replacement else Phase.STARTING
         if not self.link.welcome.external:  # what another launcher has said of the node holds
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0", ROLE_RANK=str(rank))
+            local_rank = str(self.link.welcome.local_rank or 0)
+            os.environ.update(RANK=str(rank), ROLE_RANK=str(rank), LOCAL_RANK=local_rank)
         self._machine = ph.RankMachine(ph.RankState(rank, phase, generation))
         job = self.link.welcome.job
-        self._keeper = Keeper(self.shm_dir, job, rank, self.world_size, fresh=not self.replacement)
+        reach = self._recovery.reach = Reach.of(self.link.welcome)
+        fresh = not self.replacement
+        self._keeper = Keeper(self.shm_dir, job, rank, self.world_size, fresh=fresh, reach=reach)
         self._keeper.feed = self._feed
         self.beacon.light(self.shm_dir, rank)
         self.beacon.show(self._machine.state, self.attempt)
@@ -151,12 +160,14 @@ class Interpreter:
         state.publish_layout(self.shm_dir, self.rank)
         # Before the phase says that it is protected: a daemon that takes over meanwhile hears both or neither.
         self._why_sealed = state.why_sealed()
+        self._pace = Pace(state.seal_every)
         self._arena_bytes, self._claims = state.arena_bytes(), state.claims()
         if self.replacement:
             self._keeper.get_ready()
         else:
             self._handle(ph.Protected())
-        self.link.send(msg.Protected(self.link.proc, self._claims, self._why_sealed, self._arena_bytes))
+        words = self._why_sealed, self._arena_bytes, self._pace.why_never
+        self.link.send(msg.Protected(self.link.proc, self._claims, *words))
         if not self.replacement:
             self._await(lambda: self._regime_known)
 
@@ -182,18 +193,15 @@ class Interpreter:
             case msg.Regime():
                 if not self._regime_known:  # a daemon that has taken over says it to all
                     self._regime_known = True
+                    assert self._machine is not None
+                    if self._keeper is not None:
+                        self._keeper.set_keepers(message.keepers, self._machine.state.generation)
+                    self._pace.refuse(message.why_unsealed)
                     self._handle(ph.Regime(message.sealing))
             case msg.ResumePlan():
-                plan = (
-                    message.generation,
-                    message.version,
-                    message.replaced,
-                    message.served,
-                    message.sealing,
-                )
-                self._handle(ph.Plan(*plan))
+                self._handle(self._recovery.take(message))
             case msg.Assign():
-                self.link.take_rank(message.rank, message.generation)
+                self.link.take_rank(message)
                 self.groups.assign_rank(message.rank)
                 self.assign(message.rank, message.generation)
                 if self.state is not None:
@@ -247,14 +255,22 @@ class Interpreter:
             why_sealed=self._why_sealed or (COMMUNICATES if state.sealing else ""),
             arena_bytes=self._arena_bytes,
             built_offered=self.offers_built,
+            why_unsealed=self._pace.why_never,
         )
 
     def _on_forsaken(self) -> None:
         """No daemon came: whoever waits for one inside a forming waits in vain."""
+        self._end_forming("no daemon came that could tell the ranks of each other")
+
+    def _on_garbled(self, reason: str) -> None:
+        """It may be what a forming waits for."""
+        self._end_forming(f"a message of the daemon's is malformed: {reason}")
+
+    def _end_forming(self, why: str) -> None:
         generation = self._forming
         if generation is not None:
             self.link.parts.abort(generation)
-            self._assembly.abort(generation, "no daemon came that could tell the ranks of each other")
+            self._assembly.abort(generation, why)
 
     def note(self, event: str, reason: str) -> None:
         """A line for the event log."""
@@ -291,6 +307,19 @@ class Interpreter:
                 keeper.begin_seal(action.version, machine.generation)
             case ph.FinishSeal():
                 keeper.finish_seal()
+            case ph.BeginFull():
+                self._try_full(lambda: keeper.begin_full(action.version, machine.generation))
+            case ph.FinishFull():
+                self._try_full(self._finish_full)
+            case ph.AwaitKept() if machine.phase is Phase.REFORMING:
+                generation = machine.generation
+                return self._unless_aborted(
+                    lambda: self._await_kept(action, lambda: self.link.parts.aborted(generation))
+                )
+            case ph.AwaitKept():
+                if not self._may_vote(action):
+                    self._handle(ph.Verdict(False))
+                    return False
             case ph.Vote():
                 self._handle(self._vote())
             case ph.Report():
@@ -300,15 +329,17 @@ class Interpreter:
             case ph.PutBack():
                 self.state.redo.put_back()
             case ph.DiscardAbove():
-                keeper.discard_above(action.version)
+                self._pace.disturbed()
+                keeper.discard_above(action.version, action.full)
+                self._recovery.set_keepers(keeper, machine.plan)
             case ph.Serve():
-                self._serve(action.plan)
+                self._recovery.serve(keeper, action.plan, machine.rank)
             case ph.Install():
-                return self._unless_aborted(lambda: self._install(action.plan), ph.Installed())
-            case ph.Form():
                 return self._unless_aborted(
-                    lambda: self._reform(action.generation), ph.Formed(action.generation)
+                    lambda: self._recovery.install(keeper, action.plan, self.note), ph.Installed()
                 )
+            case ph.Form():
+                return self._unless_aborted(self._form, ph.Formed(action.generation))
             case ph.Commit():
                 self._commit(action.version)
             case ph.Linger():
@@ -317,13 +348,13 @@ class Interpreter:
                 pass  # gate() returns or raises, by the phase
         return True
 
-    def _unless_aborted(self, effect: Callable[[], None], event: ph.Event) -> bool:
+    def _unless_aborted(self, effect: Callable[[], None], event: ph.Event | None = None) -> bool:
         assert self._machine is not None
         self._forming = self._machine.state.generation
         try:
             effect()
-        except (GroupsAborted, PullCancelled, SealedDamaged) as error:
-            # A peer may be out of reach though nobody died; a version may be of no use.
+        except (GroupsAborted, PullCancelled, SealedDamaged, SourcesLost, NotKept) as error:
+            # A peer, or another node, may be out of reach though nobody died; a version may be of no use.
             if not self.link.parts.aborted(self._machine.state.generation):
                 self.note("forming failed", str(error))
                 self.link.post(ph.Latch(self._machine.state.generation))
@@ -331,56 +362,73 @@ class Interpreter:
             return False
         finally:
             self._forming = None
-        self._handle(event)
+        if event is not None:
+            self._handle(event)
         return True
 
+    def _await_kept(self, action: ph.AwaitKept, is_cancelled: Callable[[], bool]) -> None:
+        assert self._keeper is not None
+        self._keeper.await_kept(*action, is_cancelled, self.link.welcome.kept_within_s)
+
+    def _may_vote(self, action: ph.AwaitKept) -> bool:
+        """False: this rank must not, and whoever waits for its vote has heard of it."""
+        try:
+            self._await_kept(action, lambda: self.groups.latched is not None)
+        except NotKept as error:
+            if not error.is_cancelled:
+                self.note("not kept", str(error))
+            self._assembly.break_gate(str(error))
+            return False
+        return True
+
+    def _finish_full(self) -> None:
+        assert self._keeper is not None
+        cost_s = self._keeper.finish_full()
+        if cost_s is not None:
+            self._pace.sealed(cost_s)
+
+    def _try_full(self, effect: Callable[[], None]) -> None:
+        """The live regime can do without full versions: what keeps this rank from sealing one is said, and ends it."""
+        try:
+            effect()
+        except SealStuck:
+            raise  # its thread may still read what the optimizer is about to change
+        except (EnvironmentFault, IntegrityError) as error:
+            self._pace.refuse(str(error))
+            self.link.send(msg.Unsealed(self.link.proc, str(error)))
+
     def _vote(self) -> ph.Verdict:
-        """The agreement of [nothing failed here, my version, the live regime does]."""
+        """The agreement of [nothing failed here, my version, the live regime does, what is sealed whole, how often]."""
         assert self._machine is not None
+        assert self._keeper is not None
+        assert self.state is not None
         state = self._machine.state
         live = not (state.sealing or state.communicates)
         version = state.version or 0
-        agreed = self._assembly.agree([int(self.groups.latched is None), version, -version, int(live)])
+        full = self._keeper.full_that_counts()
+        every = self._pace.wanted(self.state.rehearsals, self._keeper.newest_full)
+        values = [int(self.groups.latched is None), version, -version, int(live), full, -every]
+        agreed = self._assembly.agree(values)
         if agreed is None:
             return ph.Verdict(None)
         assert agreed[1] == version == -agreed[2], f"ranks vote at versions {agreed[1]} to {-agreed[2]}"
         passed, sealing = agreed[0] == 1, agreed[3] == 0
         if passed and sealing and not state.sealing:
             self.link.send(msg.Switched(self.link.proc, COMMUNICATES))
-        return ph.Verdict(passed, sealing)
+        return ph.Verdict(passed, sealing, agreed[4], -agreed[5])
 
-    def _reform(self, generation: int) -> None:
+    def _form(self) -> None:
         assert self._machine is not None
         assert self.state is not None
         assert self._machine.state.plan is not None
-        self.state.settle_buckets(self._machine.state.plan.version)
-        self._assembly.form(self.rank, generation)
-        times = (self._pulled_ns, self._rehearsed_ns, time.monotonic_ns())
-        self.link.send(msg.Formed(self.link.proc, generation, self.state.bucket_digests(), *times))
+        self._recovery.form(self.rank, self._machine.state.plan, self.state)
         self._report_commit = True
-
-    def _serve(self, plan: ph.Plan) -> None:
-        assert self._keeper is not None
-        served = self._keeper.serve(plan)
-        if served is not None:
-            self.link.send(
-                msg.Exported(self.link.proc, plan.generation, self.rank, served, time.monotonic_ns())
-            )
-
-    def _install(self, plan: ph.Plan) -> None:
-        assert self._keeper is not None
-        parts, keeper = self.link.parts, self._keeper
-        servers = keeper.servers(plan)
-        address = self.link.welcome.shard_address if self.link.welcome.pull == "zmq" else None
-        puller = Puller(lambda: parts.aborted(plan.generation))
-        for refused in keeper.install(plan, lambda: parts.wait(plan.generation, servers), puller, address):
-            self.note("source refused", refused)
-        self._pulled_ns = time.monotonic_ns()
 
     def _commit(self, version: int) -> None:
         assert self._machine is not None
         now = time.monotonic_ns()
         self.beacon.committed(version, now)
+        self._pace.committed(version, now, time.process_time_ns())
         if self._report_commit:
             self._report_commit = False
             self.link.send(msg.Committed(self.link.proc, self._machine.state.generation, version, now))

@@ -67,6 +67,13 @@ class DaemonFound:
     """Queued for the main thread when another daemon has adopted this process."""
 
 
+class Garbled:
+    """Queued for the main thread when a message of the daemon's was malformed: nobody knows what it said."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+
 Incoming = msg.Message | ph.Latch | DaemonLost | DaemonFound
 
 
@@ -87,10 +94,11 @@ class Link:
         """Says in an offer where the rank stands; called by the link's thread."""
         self.on_adopted: Callable[[], None] | None = None
         self.on_forsaken: Callable[[], None] | None = None
+        self.on_garbled: Callable[[str], None] | None = None
         self._address = address
         self._release = greeting.release
         self._outbox: deque[bytes] = deque(maxlen=MAX_UNSENT)
-        self._inbox: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Incoming | Garbled] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context = zmq.Context(io_threads=1)
         self._socket = self._connect(immediate=False)
@@ -136,17 +144,27 @@ class Link:
         self._inbox.put(event)
 
     def receive(self, timeout_s: float | None = None) -> Incoming | None:
-        """The next message for the main thread; None after `timeout_s`."""
+        """The next message for the main thread; None after `timeout_s`. ProtocolError in the place of one that was
+        malformed: a rank that goes on without it may wait for ever for what it said."""
         try:
             if timeout_s is not None and timeout_s <= 0:
-                return self._inbox.get_nowait()
-            return self._inbox.get(timeout=timeout_s)
+                message = self._inbox.get_nowait()
+            else:
+                message = self._inbox.get(timeout=timeout_s)
         except queue.Empty:
             return None
+        if isinstance(message, Garbled):
+            raise ProtocolError(f"a message of the daemon's is malformed: {message.reason}")
+        return message
 
-    def take_rank(self, rank: int, generation: int) -> None:
+    def take_rank(self, assigned: msg.Assign) -> None:
         """A standby has been assigned a rank: from now on another daemon may adopt it."""
-        self.welcome = replace(self.welcome, rank=rank, generation=generation)
+        self.welcome = replace(
+            self.welcome,
+            rank=assigned.rank,
+            generation=assigned.generation,
+            local_rank=assigned.local_rank,
+        )
 
     def close(self) -> None:
         """Sends what is still to be said, ends the thread."""
@@ -217,7 +235,13 @@ class Link:
                 data = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            message = decode(data, msg.TO_PROCESS)
+            try:
+                message = decode(data, msg.TO_PROCESS)
+            except ProtocolError as error:  # this thread goes on: it beats, and says how the rank ends
+                self._inbox.put(Garbled(str(error)))
+                if self.on_garbled is not None:
+                    self.on_garbled(str(error))
+                continue
             if isinstance(message, msg.Value):
                 if self.on_value is not None:
                     self.on_value(message)
@@ -296,7 +320,10 @@ class Link:
         deadline = time.monotonic() + ANSWER_S
         while not self._closing and (left_s := deadline - time.monotonic()) > 0:
             if self._socket.poll(int(min(left_s, OFFER_S) * 1000)):
-                answer = decode(self._socket.recv(), msg.TO_PROCESS)
+                try:
+                    answer = decode(self._socket.recv(), msg.TO_PROCESS)
+                except ProtocolError:
+                    return None  # no answer: it is asked again
                 if isinstance(answer, msg.Welcome | msg.Refused):
                     return answer
         return None

@@ -115,7 +115,9 @@ class OwnStep(AbstractContextManager[Step]):
         def whole_step(*args: P.args, **kwargs: P.kwargs) -> R:
             wanted = self._engine_of().expected_step()
             calls[wanted] = args, kwargs
-            calls.pop(wanted - 2, None)  # no failure leads back further than one step
+            # Further back than one step leads only what also takes state from survivors: that is refused below, and the
+            # rank, replaced, asks for its arguments anew.
+            calls.pop(wanted - 2, None)
             while True:
                 engine = self._engine_of()
                 index = engine.expected_step()

@@ -10,21 +10,21 @@ DEADLINE_S = 600.0
 
 
 class Parts:
-    """Manifests of one generation at a time; `wait()` on the main thread, the rest on the link's."""
+    """Those of one generation at a time; `wait()` on the main thread, the rest on the link's."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._generation = 0
         self._aborted = 0
-        self._manifests: dict[int, bytes] = {}
+        self._parts: dict[int, msg.PartReady] = {}
 
     def add(self, part: msg.PartReady) -> None:
         with self._changed:
             if part.generation < self._generation:
                 return
             if part.generation > self._generation:
-                self._generation, self._manifests = part.generation, {}
-            self._manifests[part.rank] = part.manifest
+                self._generation, self._parts = part.generation, {}
+            self._parts[part.rank] = part
             self._changed.notify_all()
 
     def abort(self, generation: int) -> None:
@@ -35,15 +35,15 @@ class Parts:
     def aborted(self, generation: int) -> bool:
         return self._aborted >= generation
 
-    def wait(self, generation: int, ranks: Sequence[int]) -> list[bytes]:
-        """The manifests of `ranks`, in order; at once if there are none. GroupsAborted when the generation is given up
+    def wait(self, generation: int, ranks: Sequence[int]) -> list[msg.PartReady]:
+        """What `ranks` announce, in order; at once if there are none. GroupsAborted when the generation is given up
         meanwhile."""
         if not ranks:
             return []
         with self._changed:
 
             def complete() -> bool:
-                return self._generation == generation and all(rank in self._manifests for rank in ranks)
+                return self._generation == generation and all(rank in self._parts for rank in ranks)
 
             if not self._changed.wait_for(lambda: self._aborted >= generation or complete(), DEADLINE_S):
                 raise RecoveryFailed(
@@ -51,4 +51,4 @@ class Parts:
                 )
             if self._aborted >= generation:
                 raise GroupsAborted(f"generation {generation} was given up")
-            return [self._manifests[rank] for rank in ranks]
+            return [self._parts[rank] for rank in ranks]

@@ -23,8 +23,16 @@ a promise: a parked rank never votes again in that generation, which ends the ge
     LEFT       the script is at its end; the rank lingers, and can still serve, until all ranks are there
 
 Two regimes. *Live*: other ranks hold my tensors, and only my private state is sealed, in the gate, for the next
-version. *Sealed*: my tensors are copied to my arena from Enter on, and I vote when that version is sealed; so
-where a gate was passed, every arena holds its version, and a rank that is ahead can come back to it.
+version; but now and then a full version is sealed, in case every rank dies. When the next is due follows from what all
+have agreed on, so all seal the same: the watermark (what every rank has sealed) has reached the last one, and the
+agreed number of steps is over. A recovery begins with the watermark of its plan. *Sealed*: my tensors are copied to my
+arena from Enter on, and I vote when that version is sealed; so where a gate was passed, every arena holds its version,
+and a rank that is ahead can come back to it.
+
+Where other nodes keep replicas, what a vote relies on must outlive this node: a rank votes when they have acknowledged
+it (AwaitKept), and a recovery goes on only when the private state of its version is acknowledged by those who keep it
+from now on. Whoever installs a version in the sealed regime seals it, too, before anything else: there may be no other
+arena of this rank any more, and its replicas may be about to move.
 """
 
 from collections import deque
@@ -33,10 +41,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flashrec.happenings import (
+    NEVER,
     Abandon,
     Action,
     Applied,
     Apply,
+    AwaitKept,
+    BeginFull,
     BeginSeal,
     Close,
     Commit,
@@ -44,6 +55,7 @@ from flashrec.happenings import (
     Enter,
     Event,
     Exit,
+    FinishFull,
     FinishSeal,
     Form,
     Formed,
@@ -70,10 +82,11 @@ from flashrec.happenings import (
 from flashrec.protocol.phase import Phase
 
 __all__ = [
-    "TABLE", "Abandon", "Action", "Applied", "Apply", "BeginSeal", "Close", "Commit", "DiscardAbove", "Enter",
-    "Event", "Exit", "FinishSeal", "Form", "Formed", "GateReached", "IllegalTransition", "Install", "Installed",
-    "Latch", "Leave", "Linger", "NoteRedo", "Phase", "Plan", "Protected", "PutBack", "RankMachine", "RankState",
-    "Regime", "Rehearsed", "Released", "Report", "Seal", "Serve", "Settle", "Verdict", "Vote", "transition",
+    "NEVER", "TABLE", "Abandon", "Action", "Applied", "Apply", "AwaitKept", "BeginFull", "BeginSeal", "Close",
+    "Commit", "DiscardAbove", "Enter", "Event", "Exit", "FinishFull", "FinishSeal", "Form", "Formed", "GateReached",
+    "IllegalTransition", "Install", "Installed", "Latch", "Leave", "Linger", "NoteRedo", "Phase", "Plan", "Protected",
+    "PutBack", "RankMachine", "RankState", "Regime", "Rehearsed", "Released", "Report", "Seal", "Serve", "Settle",
+    "Verdict", "Vote", "is_due", "transition",
 ]  # fmt: skip
 
 
@@ -98,6 +111,10 @@ class RankState:
     sealing: bool = False  # the job is in the sealed regime
     communicates: bool = False  # a collective was seen between gate and exit
     closed: bool = False  # every rank has said that the last version is sealed
+    # Of the live regime, and equal on all ranks of a generation.
+    full: int = -1  # the last full version that all set out to seal
+    watermark: int = -1  # the newest that all have sealed
+    every: int = NEVER  # steps from one to the next; NEVER, too, until a gate of this generation has told
 
 
 Outcome = tuple[RankState, tuple[Action, ...]]
@@ -116,7 +133,7 @@ def _regime(state: RankState, event: Regime) -> Outcome:
     return replace(state, sealing=event.sealing), ()
 
 
-def _settle(state: RankState, event: Settle | Enter | Leave | Close) -> Outcome:
+def _settle(state: RankState, event: Settle | Leave | Close) -> Outcome:
     if state.plan is not None and state.version is not None:
         return _reform(state)
     if state.version is None:  # torn, perhaps after a plan had counted on me: that plan is over as well
@@ -132,22 +149,27 @@ def _seals(state: RankState) -> bool:
     return state.sealing or state.communicates
 
 
+def is_due(state: RankState) -> bool:
+    """Whether a full version is sealed in this step; the same on every rank that is in it."""
+    reached = state.watermark >= state.full
+    return not _seals(state) and reached and _held(state) >= max(0, state.full) + state.every
+
+
 def _unsettled(state: RankState) -> bool:
     return state.latched or state.plan is not None or state.version is None
 
 
 def _enter(state: RankState, event: Enter) -> Outcome:
-    if not state.sealing:
-        if _unsettled(state):
-            return _settle(state, event)
-        begin = (BeginSeal(_held(state)),) if _seals(state) else ()
-        return replace(state, phase=Phase.COMPUTING), (NoteRedo(), *begin)
     if state.plan is not None or state.version is None:
         raise IllegalTransition(f"rank {state.rank} entered a step without having settled ({state})")
     # A recovery may lead back to an earlier step, and the caller already has this one's batch. So with a failure
     # known the body runs, is abandoned, and the recovery comes after it.
-    seal = () if state.latched else (BeginSeal(state.version),)
-    return replace(state, phase=Phase.COMPUTING), (NoteRedo(), *seal)
+    begin: tuple[Action, ...] = ()
+    if not state.latched and _seals(state):
+        begin = (BeginSeal(state.version),)
+    elif not state.latched and is_due(state):
+        begin = (BeginFull(state.version),)
+    return replace(state, phase=Phase.COMPUTING), (NoteRedo(), *begin)
 
 
 def _close(state: RankState, event: Close | Leave) -> Outcome:
@@ -157,7 +179,8 @@ def _close(state: RankState, event: Close | Leave) -> Outcome:
         return _settle(state, event)
     if state.sealing and not state.closed:
         version = _held(state)
-        actions = (NoteRedo(), BeginSeal(version), FinishSeal(version), Vote())
+        kept = AwaitKept(version, (version,))
+        actions = (NoteRedo(), BeginSeal(version), FinishSeal(version), kept, Vote())
         return replace(state, phase=Phase.CLOSING), actions
     return _closed(state)
 
@@ -181,12 +204,23 @@ def _gate(state: RankState, event: GateReached) -> Outcome:
     if state.latched:
         return replace(state, phase=Phase.UNWINDING), (Abandon(),)
     version = _held(state)
-    finish = (FinishSeal(version),) if _seals(state) else ()
-    return replace(state, phase=Phase.GATED), (*finish, Seal(version + 1), Vote())
+    finish: tuple[Action, ...] = ()
+    sealed: int | None = None
+    if _seals(state):
+        finish, sealed = (FinishSeal(version),), version
+    elif is_due(state):  # the optimizer is about to change the tensors
+        finish = (FinishFull(version),)
+    # That of this version was acknowledged in the last gate; but not what was sealed again since, for it had changed.
+    kept = AwaitKept(sealed, (version, version + 1))
+    return replace(state, phase=Phase.GATED), (*finish, Seal(version + 1), kept, Vote())
 
 
 def _verdict(state: RankState, event: Verdict) -> Outcome:
     if event.passed:  # a result that arrived without error counts, whatever was latched meanwhile
+        full = _held(state) if is_due(state) else state.full
+        if state.every == NEVER:  # the first gate: a replacement may not have what the plan found in replicas
+            full = event.watermark
+        state = replace(state, full=full, watermark=event.watermark, every=event.every)
         return replace(state, phase=Phase.APPLYING, sealing=state.sealing or event.sealing), (Apply(),)
     state = replace(state, latched=True)
     if event.passed is None:
@@ -286,18 +320,22 @@ def _reform(state: RankState) -> Outcome:
     plan = state.plan
     assert plan is not None
     first: tuple[Action, ...]
+    discard = DiscardAbove(plan.version, plan.version if plan.sealing else plan.watermark)
     if state.version == plan.version:
         # What is served must be the version itself, so the redo's memory goes back first.
         put_back: tuple[Action, ...] = (PutBack(),) if state.dirty else ()
         serve: tuple[Action, ...] = (Serve(plan),) if plan.replaced else ()
-        first = (*put_back, DiscardAbove(plan.version), *serve)
+        first = (*put_back, discard, *serve)
     else:
         # From the first byte on it is a mixture, until all is there. A rank at its end goes back only where the
         # last version is lost: its vote is then one for a step again.
         state = replace(state, version=None, rehearsed=True, closed=False)
-        first = (DiscardAbove(plan.version), Install(plan))
+        seal = (NoteRedo(), BeginSeal(plan.version), FinishSeal(plan.version)) if plan.sealing else ()
+        first = (discard, Install(plan), *seal)
+    # What this rank knew of full versions is not what its replacement knows, nor what arenas still hold.
+    state = replace(state, full=plan.watermark, watermark=plan.watermark, every=NEVER)
     state = replace(state, phase=Phase.REFORMING, latched=False, dirty=False, sealing=plan.sealing)
-    return state, (*first, Form(plan.generation))
+    return state, (*first, AwaitKept(None, (plan.version,)), Form(plan.generation))
 
 
 def _installed(state: RankState, event: Installed) -> Outcome:
@@ -310,7 +348,8 @@ def _formed(state: RankState, event: Formed) -> Outcome:
         raise IllegalTransition(f"rank {state.rank} formed {event.generation} in {state.generation}")
     state = replace(state, phase=Phase.IDLE, plan=None)
     if state.closed:  # a replacement closes too, and needs every rank for that
-        return replace(state, phase=Phase.CLOSING), (Vote(),)
+        version = _held(state)
+        return replace(state, phase=Phase.CLOSING), (AwaitKept(version, (version,)), Vote())
     return _closed(state) if state.leaving and not state.sealing else (state, ())
 
 

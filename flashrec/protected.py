@@ -31,8 +31,9 @@ PULL_DEADLINE_S = 600.0
 class ProtectedState:
     """The state of one rank as flashrec sees it; nothing here runs a collective.
 
-    `rank` None: a built standby that holds none yet. `survive`: one of SURVIVE. `external`: not `flashrec run`, but
-    another launcher starts the ranks."""
+    `rank` None: a built standby that holds none yet. `survive`: one of SURVIVE. `seal_every`: steps from one full
+    version to the next in the live regime, 0: none, None: by the budget. `external`: not `flashrec run`, but another
+    launcher starts the ranks."""
 
     def __init__(
         self,
@@ -45,8 +46,10 @@ class ProtectedState:
         world_size: int,
         replicated_over: Any = None,
         survive: str = "ranks",
+        seal_every: int | None = None,
         external: bool = False,
     ) -> None:
+        self.seal_every = seal_every
         self.models = list(models)
         self.optimizers = list(optimizers)
         self._world = tuple(range(world_size))
@@ -134,6 +137,15 @@ class ProtectedState:
         if self._has_sharded_optimizer():
             return "each rank holds a part of the state of ZeroRedundancyOptimizer"
         return ""
+
+    def check_pace(self) -> None:
+        """UsageError where `seal_every` was given, and every version is sealed."""
+        why = self.why_sealed()
+        if why and self.seal_every not in (None, 1):
+            raise UsageError(
+                f"protect(seal_every={self.seal_every}): here every version is sealed, since {why}. What is sealed "
+                "every so many steps is the whole state of plain data parallelism; leave it out"
+            )
 
     def arena_bytes(self) -> int:
         """Shared memory that sealing takes on this rank: twice what it seals, once there is optimizer state."""

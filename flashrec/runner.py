@@ -15,6 +15,7 @@ from flashrec import __version__
 from flashrec.errors import ProtocolError, RecoveryFailed
 from flashrec.link import DaemonLost, Link, attach
 from flashrec.protocol import messages as msg
+from flashrec.protocol.exitcode import say_exit_code
 from flashrec.protocol.jobdir import JobDirectory
 from flashrec.protocol.spawn import ProcSpec
 
@@ -34,11 +35,12 @@ def main(spec: ProcSpec) -> int:
             return 0
         code = _run_script(program, link)
         _finish(code)
-        link.send(msg.Ending(link.proc, code))
+        say_exit_code(directory.path, link.proc, code)
         return code
     except BaseException as error:
         if not isinstance(error, SystemExit | KeyboardInterrupt):
             report(link, error)
+            say_exit_code(directory.path, link.proc, 1)
         raise
     finally:
         _close(link)
@@ -51,7 +53,7 @@ def _await_turn(link: Link) -> bool:
     while True:
         message = link.receive()
         if isinstance(message, msg.Assign):
-            link.take_rank(message.rank, message.generation)
+            link.take_rank(message)
             return True
         if isinstance(message, msg.Prepare):
             return True
@@ -62,10 +64,15 @@ def _await_turn(link: Link) -> bool:
 def _run_script(program: Mapping[str, object], link: Link) -> int:
     attach(link)
     welcome = link.welcome
-    os.environ.update(WORLD_SIZE=str(welcome.world_size), LOCAL_WORLD_SIZE=str(welcome.world_size))
+    os.environ.update(
+        WORLD_SIZE=str(welcome.world_size),
+        LOCAL_WORLD_SIZE=str(welcome.local_world_size),
+        GROUP_RANK=str(welcome.node),
+        GROUP_WORLD_SIZE=str(welcome.num_nodes),
+    )
     if welcome.rank is not None:
         rank = str(welcome.rank)
-        os.environ.update(RANK=rank, LOCAL_RANK=rank, GROUP_RANK="0", ROLE_RANK=rank)
+        os.environ.update(RANK=rank, ROLE_RANK=rank, LOCAL_RANK=str(welcome.local_rank))
     if isinstance(umask := program.get("umask"), int):
         os.umask(umask & 0o777)  # the daemon's own is strict; what the script writes has the user's mode
     target, arguments = _text(program, "target"), program.get("args")
@@ -109,7 +116,6 @@ def report(link: Link, error: BaseException) -> None:
     text = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
     if not (isinstance(error, RecoveryFailed) and link.daemon_lost):
         link.send(msg.Failed(link.proc, engine.version if engine is not None else None, text))
-    link.send(msg.Ending(link.proc, 1))
 
 
 def _trim(error: BaseException) -> None:

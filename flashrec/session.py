@@ -17,6 +17,7 @@ from flashrec.engine import Engine
 from flashrec.errors import UsageError
 from flashrec.external import join_from_environment, report_the_end
 from flashrec.groups import GroupSet
+from flashrec.happenings import NEVER
 from flashrec.link import attached
 from flashrec.loop import OwnStep, Section, Step, install_gate, mark_backward
 from flashrec.protected import MAX_PRIVATE_BYTES, SURVIVE, ProtectedState, as_list, named_extras
@@ -123,6 +124,7 @@ def protect(
     private: Any = None,
     replicated_over: Any = None,
     survive: str = "ranks",
+    seal_every: int | None = None,
     **common: Any,
 ) -> None:
     """Tell flashrec what the state is. Call it once, after everything is built and before the first step.
@@ -134,6 +136,9 @@ def protect(
         tell (tensor parallelism's norms, say), or {module: group}. Without it each rank keeps its own copy of them.
     survive: "ranks": as many losses as the parallelism bears, at the least cost; "all-ranks": also the death of all of
         them at once, for which every version is sealed in shared memory.
+    seal_every: where each rank holds the whole state (plain data parallelism), the death of all of them leads back to
+        the last version that was sealed as a whole. None: sealed as often as 1 % of the steps' time allows; k: every
+        k steps; 0: never. The same on every rank.
     common: what is equal on all ranks (scheduler=..., scaler=..., ema=...): anything with state_dict/load_state_dict.
 
     Returns when every rank has called it.
@@ -148,6 +153,8 @@ def protect(
     optimizers = as_list(optimizer, torch.optim.Optimizer, "optimizer")
     if survive not in SURVIVE:
         raise UsageError(f"survive must be one of {', '.join(SURVIVE)}, not {survive!r}")
+    if seal_every is not None and (type(seal_every) is not int or not 0 <= seal_every < NEVER):
+        raise UsageError(f"seal_every must be a number of steps, 0 for never, or None, not {seal_every!r}")
     state = ProtectedState(
         models,
         optimizers,
@@ -157,9 +164,12 @@ def protect(
         world_size=engine.world_size,
         replicated_over=replicated_over,
         survive=survive,
+        seal_every=seal_every,
         external=engine.link.welcome.external,
     )
     state.check_common()
+    if engine.assigned:  # what a standby is to be a replacement for has been checked
+        state.check_pace()
     for one in optimizers:
         install_gate(engine, one)
     mark_backward(engine, models[0])

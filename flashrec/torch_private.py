@@ -37,10 +37,12 @@ was abandoned anywhere.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import inspect
 import sys
+from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
@@ -86,6 +88,7 @@ NAMES: dict[str, str] = {
     "torch.nn.parallel:DistributedDataParallel._register_builtin_comm_hook": CHECKED_ON,
     "torch.nn.parallel:DistributedDataParallel._set_static_graph": CHECKED_ON,
     "torch:Tensor._is_view": CHECKED_ON,
+    "torch:Tensor._version": CHECKED_ON,
     "torch.distributed.distributed_c10d:Backend.backend_list": CHECKED_ON,
     "torch.distributed.distributed_c10d:all_gather_object": CHECKED_ON,
     "torch.distributed.distributed_c10d:gather_object": CHECKED_ON,
@@ -193,6 +196,12 @@ def set_global_rank(rank: int) -> None:
 def is_view(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is a view of another, as a gradient is with DDP's gradient_as_bucket_view."""
     return bool(tensor._is_view())
+
+
+def num_writes(tensor: torch.Tensor) -> int:
+    """Grows whenever `tensor`, or a view that shares its memory, is written in place: the counter that autograd's
+    documentation describes, and gives no other name."""
+    return int(tensor._version)
 
 
 def ddp_modules(model: nn.Module) -> list[DistributedDataParallel]:
@@ -437,3 +446,32 @@ def _exists(name: str) -> bool:
     except (ImportError, AttributeError):
         return False
     return True
+
+
+def fake_tensors() -> contextlib.AbstractContextManager[Any]:
+    """Within it tensors have shapes, dtypes and gradients, but neither values nor memory. Checked on 2.13.0."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode: contextlib.AbstractContextManager[Any] = FakeTensorMode()
+    return mode
+
+
+def watch_operators(
+    seen: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None],
+) -> contextlib.AbstractContextManager[Any]:
+    """Within it every operator that runs is told to `seen`: the overload, its arguments, its result.
+
+    Those that autograd and composite operators are made of, not what was called. Checked on 2.13.0.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            result = func(*args, **(kwargs or {}))
+            seen(func, args, kwargs or {}, result)
+            return result
+
+    mode: contextlib.AbstractContextManager[Any] = Watch()  # type: ignore[no-untyped-call]  # as torch declares its base
+    return mode

@@ -6,8 +6,13 @@ import click
 
 from flashrec import __version__
 from flashrec.cli.demo import demo
+from flashrec.cli.fence import fence
+from flashrec.cli.keygen import keygen
 from flashrec.cli.kill import kill
+from flashrec.cli.plan import plan
+from flashrec.cli.profile import profile
 from flashrec.cli.run import run
+from flashrec.cli.simulate import simulate
 from flashrec.cli.status import status
 from flashrec.errors import FlashrecError
 
@@ -22,6 +27,11 @@ commands.add_command(run)
 commands.add_command(status)
 commands.add_command(kill)
 commands.add_command(demo)
+commands.add_command(keygen)
+commands.add_command(fence)
+commands.add_command(simulate)
+commands.add_command(profile)
+commands.add_command(plan)
 
 
 def main() -> None:

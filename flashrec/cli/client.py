@@ -14,6 +14,7 @@ from typing import Any
 
 import zmq
 
+from flashrec.cli.orphans import end_orphans, subreaper
 from flashrec.errors import DaemonUnavailable, EnvironmentFault, UsageError, VersionMismatch
 from flashrec.protocol import messages as msg
 from flashrec.protocol.codec import MAX_MESSAGE_BYTES, decode, encode
@@ -89,7 +90,8 @@ class Client:
             self.daemon_gone = True
         if self._socket not in ready:
             return None
-        return decode(self._socket.recv(), msg.TO_COMMAND)
+        message: msg.TO_COMMAND = decode(self._socket.recv(), msg.TO_COMMAND)
+        return message
 
     def ask(self, message: msg.Message, timeout_s: float = ANSWER_S) -> msg.Message:
         """Send, and wait for the answer. DaemonUnavailable, VersionMismatch, UsageError."""
@@ -131,10 +133,12 @@ def private_daemon() -> Iterator[Client]:
     """A daemon for this command alone, gone with it, whatever happens to either."""
     # The path of a socket is short, that of a temporary directory need not be.
     parent = "/tmp" if len(os.fsencode(tempfile.gettempdir())) > LONGEST_PARENT else None
-    with tempfile.TemporaryDirectory(prefix="flashrec-", dir=parent, ignore_cleanup_errors=True) as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="flashrec-", dir=parent, ignore_cleanup_errors=True) as folder,
+        subreaper(),
+    ):
         run_dir = Path(folder)
         log = run_dir / "daemon.log"
-        become_subreaper()
         with open(log, "wb") as output:
             daemon = subprocess.Popen(
                 [sys.executable, "-m", "flashrecd", "--dir", str(run_dir), "--owner-pid", str(os.getpid())],
@@ -168,26 +172,6 @@ def private_daemon() -> Iterator[Client]:
             if daemon.returncode != 0:  # it was killed, and could not clear up
                 end_orphans()
                 remove_stale()
-
-
-def become_subreaper() -> None:
-    """If the daemon dies, its ranks become children of this process, which then ends them."""
-    import ctypes
-
-    ctypes.CDLL(None, use_errno=True).prctl(36, 1)
-
-
-def end_orphans() -> None:
-    children = Path(f"/proc/self/task/{os.getpid()}/children")
-    for _ in range(100):
-        pids = [int(pid) for pid in children.read_text().split()] if children.exists() else []
-        if not pids:
-            return
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
 
 
 def ask_status(client: Client) -> dict[str, Any]:

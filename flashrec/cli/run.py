@@ -40,9 +40,30 @@ STREAMS = {"0": (), "1": ("stdout",), "2": ("stderr",), "3": ("stdout", "stderr"
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@click.option("--nproc-per-node", "--nproc_per_node", type=int, default=1, show_default=True, help="Ranks.")
+@click.option("--nnodes", type=int, default=1, show_default=True, help="Nodes that have ranks.")
 @click.option(
-    "--standby", type=int, default=1, show_default=True, help="Warm processes kept ready to take a rank."
+    "--nproc-per-node", "--nproc_per_node", type=int, default=1, show_default=True, help="Ranks on each node."
+)
+@click.option(
+    "--spare-nodes",
+    "--spare_nodes",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Nodes that take over from one that is lost.",
+)
+@click.option(
+    "--replicas",
+    type=int,
+    default=None,
+    help="Other nodes that keep a copy of what each rank seals.  [default: 1 where there are several nodes]",
+)
+@click.option(
+    "--standby",
+    type=int,
+    default=1,
+    show_default=True,
+    help="Warm processes on each node, kept ready to take a rank.",
 )
 @click.option("-m", "--module", is_flag=True, help="The target is a module, as with python -m.")
 @click.option(
@@ -107,15 +128,19 @@ STREAMS = {"0": (), "1": ("stdout",), "2": ("stderr",), "3": ("stdout", "stderr"
 @click.argument("target")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(
-    nproc_per_node: int, standby: int, module: bool, max_restarts: int | None, log_dir: Path | None, tee: str,
+    nnodes: int, nproc_per_node: int, spare_nodes: int, replicas: int | None, standby: int,
+    module: bool, max_restarts: int | None, log_dir: Path | None, tee: str,
     start_method: str, preload: tuple[str, ...], pull: str, suspect_after: float, events: bool,
     directory: Path | None, target: str, arguments: tuple[str, ...],
 ) -> None:  # fmt: skip
-    """Run TARGET on this machine under a daemon, or under one of its own if none runs."""
+    """Run TARGET under this machine's daemon, or under one of its own if none runs."""
     shown = _streams(tee)
     submit = submit_from_here(
         _checked(target, module),
-        world_size=nproc_per_node,
+        world_size=_ranks(nnodes, nproc_per_node),
+        num_nodes=nnodes,
+        num_spare_nodes=spare_nodes,
+        num_replicas=_replicas(replicas, nnodes + spare_nodes),
         module=module,
         args=arguments,
         num_standbys=standby,
@@ -129,6 +154,20 @@ def run(
     with _daemon(directory) as client:
         show = None if events else SHOWN_EVENTS
         sys.exit(Submission(client, submit, shown, show_events=show).follow())
+
+
+def _ranks(num_nodes: int, ranks_per_node: int) -> int:
+    if num_nodes < 1:
+        raise UsageError(f"a job needs at least one node, not {num_nodes}")
+    return num_nodes * ranks_per_node
+
+
+def _replicas(wanted: int | None, num_nodes: int) -> int:
+    if wanted is None:
+        return int(num_nodes > 1)
+    if wanted and num_nodes == 1:
+        raise UsageError("--replicas: there is no other node that could keep one")
+    return wanted
 
 
 def _checked(target: str, module: bool) -> str:

@@ -66,9 +66,19 @@ def render_job(job: dict[str, Any]) -> RenderableType:
         f"job {job['job']}: {job['status']}, generation {job['generation']}, {job['restarts']} recoveries; "
         f"{launcher(job) or f'standbys: {standbys}'}\n{regime(job)}"
     )
+    several = len(job["nodes"]) > 1
     table = Table(box=None, pad_edge=False)
-    for column in ("rank", "pid", "phase", "step", "committed", "loss"):
-        table.add_column(column, justify="left" if column == "phase" else "right")
+    columns = (
+        "rank",
+        "pid",
+        "phase",
+        "step",
+        "committed",
+        "loss",
+        *(("node", "copies on") if several else ()),
+    )
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("phase", "node", "copies on") else "right")
     for rank in job["ranks"]:
         phase = rank["place"] or rank["status"]
         if rank["status"] in ("dead", "awaited"):  # what its tag says is its predecessor's
@@ -83,8 +93,57 @@ def render_job(job: dict[str, Any]) -> RenderableType:
             loss,
         ]
         style = PLACE_STYLES.get(phase, "red")
-        table.add_row(*cells[:2], Text(phase, style=style), *cells[3:])
-    return Group(line, table)
+        places = [rank["node"], ", ".join(rank["kept_on"]) or "none"] if several else []
+        table.add_row(*cells[:2], Text(phase, style=style), *cells[3:], *places)
+    return Group(line, *([render_nodes(job)] if several else []), table)
+
+
+def render_nodes(job: dict[str, Any]) -> RenderableType:
+    """A row for each node, and what is wrong with them, if anything."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("node", "domain", "", "ranks", "keeps copies of"):
+        table.add_column(column)
+    for node in job["nodes"]:
+        life = node["life"] if not node["unheard"] or node["life"] == "lost" else f"silent: {node['unheard']}"
+        what = f"{life}, spare" if node["spare"] and node["life"] == "live" else life
+        style = "red" if node["life"] == "lost" else "yellow" if node["unheard"] else "green"
+        table.add_row(
+            node["name"],
+            node["domain"] or node["name"],
+            Text(what, style=style),
+            ranks(node["ranks"]) if node["life"] == "live" else "-",
+            ranks(node["keeps"]) if node["life"] == "live" else "-",
+        )
+    notes = [copies(job)]
+    if rates := [link["data_bytes_per_s"] for link in job["links"] if link["data_bytes_per_s"]]:
+        slowest, fastest = min(rates) / 1e6, max(rates) / 1e6
+        notes.append(f"between nodes: {slowest:.0f} to {fastest:.0f} MB/s when the job began")
+    notes += [text for text in (job["replicas"]["too_few"], job["waits_for"]) if text]
+    return Group(Text("\n".join(notes)), table, Text())
+
+
+def copies(job: dict[str, Any]) -> str:
+    """How many copies there are, and what may be lost."""
+    replicas = job["replicas"]
+    number, losses = replicas["wanted"], replicas["losses"]
+    wanted = f"{number} {'copy' if number == 1 else 'copies'} on other nodes of what each rank seals"
+    if replicas["being_made"]:
+        return f"{wanted}; being made now for ranks {ranks(replicas['being_made'])}: no node may be lost"
+    if not losses:
+        return f"{wanted}; no node may be lost"
+    which = "any one" if losses == 1 else f"any {losses}"
+    return f"{wanted}; {which} of the nodes may be lost, save the first, which leads"
+
+
+def ranks(numbers: list[int]) -> str:
+    """ "0-3, 6": as people write it."""
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans) or "-"
 
 
 def launcher(job: dict[str, Any]) -> str:
@@ -97,10 +156,14 @@ def launcher(job: dict[str, Any]) -> str:
 
 def regime(job: dict[str, Any]) -> str:
     """What protects the state, why that, and what it takes."""
+    memory = f"up to {job['arena_bytes'] / 2**20:.0f} MiB of shared memory"
     if job["regime"] == "sealed":
-        memory = f"up to {job['arena_bytes'] / 2**20:.0f} MiB of shared memory"
         return f"sealed regime: every version is sealed, {memory}; because {job['why_sealed']}"
-    return "live regime: every rank holds the whole state, and serves those that lose it"
+    if job["why_unsealed"]:
+        now_and_then = f"nothing is sealed in case all of them die, because {job['why_unsealed']}"
+    else:
+        now_and_then = f"now and then a version is sealed in case all of them die, {memory}"
+    return f"live regime: every rank holds the whole state, and serves those that lose it; {now_and_then}"
 
 
 def render_timeouts(document: dict[str, Any]) -> RenderableType:

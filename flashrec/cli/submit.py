@@ -26,6 +26,9 @@ def submit_from_here(
     preload: Sequence[str] = ("flashrec.warm",),
     pull: str = "shm",
     suspect_after_s: float = 3.0,
+    num_nodes: int = 1,
+    num_spare_nodes: int = 0,
+    num_replicas: int = 0,
 ) -> msg.Submit:
     """The job runs in this interpreter and, unless told otherwise, this directory and environment."""
     variables = os.environ if env is None else env
@@ -47,6 +50,9 @@ def submit_from_here(
         preload=tuple(preload),
         pull=pull,
         suspect_after_s=suspect_after_s,
+        num_nodes=num_nodes,
+        num_spare_nodes=num_spare_nodes,
+        num_replicas=num_replicas,
     )
 
 

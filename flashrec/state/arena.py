@@ -9,9 +9,10 @@ right is left out, with its reason; a rank may go on sealing meanwhile.
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +41,7 @@ from flashrec.state.codec import checksum
 from flashrec.state.files import fault
 from flashrec.state.layout import RankLayout
 from flashrec.state.manifest import ExportManifest
+from flashrec.state.mapping import map_file
 
 _SLOT_HEADER = struct.Struct(f"<{HEADER_CHECKSUM + 1}Q")
 _STATE = struct.Struct("<Q")
@@ -56,9 +58,10 @@ class SealedVersion:
 @dataclass(frozen=True)
 class SealedState:
     """What a rank sealed of one version: its part of every replica set, `manifests` in the order of
-    `layout.sets`, and the `blob` that came with it."""
+    `layout.sets`, and the `blob` that came with it; all in the file at `path`."""
 
     sealed: SealedVersion
+    path: Path
     blob: bytes
     layout: RankLayout
     manifests: tuple[ExportManifest, ...]
@@ -137,27 +140,49 @@ class Arena:
             )
             for one, stream in zip(layout.sets, cut.streams, strict=True)
         )
-        return SealedState(slot.sealed, slot.blob, layout, manifests)
+        return SealedState(slot.sealed, slot.path, slot.blob, layout, manifests)
+
+    def map_for_pull(self, state: SealedState) -> mmap.mmap:
+        """The whole file that `state` lies in, for `flashrec.state.warming`: what is pulled from it here goes through
+        this mapping as long as somebody has it, and a writer takes it over. Raises IntegrityError when the file is
+        not that any more."""
+        try:
+            fd, header = open_file(state.path, os.O_RDWR, self.rank, self.job)
+        except OSError as error:
+            raise IntegrityError(f"cannot open {state.path}: {error.strerror}") from error
+        try:
+            return map_file(fd, header.file_bytes)
+        except OSError as error:
+            raise IntegrityError(f"cannot map {state.path}: {error.strerror}") from error
+        finally:
+            os.close(fd)
 
     def discard_above(self, version: int) -> None:
         """Let go of every sealed version above `version`; what is being written was never visible.
 
         To be called before a generation that resumes at `version` seals, when the rank does not: it is parked or
         dead. Raises EnvironmentFault when that cannot be done."""
+        self._discard(lambda sealed, _: sealed > version)
+
+    def discard(self, version: int, generation: int) -> None:
+        """Let go of this sealed version, which is damaged. Raises EnvironmentFault when that cannot be done."""
+        self._discard(lambda *sealed: sealed == (version, generation))
+
+    def _discard(self, is_lost: Callable[[int, int], bool]) -> None:
         try:
             for _, path in numbered_files(self.directory, self.rank):
                 with contextlib.suppress(IntegrityError, FileNotFoundError):
-                    self._discard(path, version)
+                    self._discard_in(path, is_lost)
         except OSError as error:
             raise fault(self.directory, 0, error) from error
 
-    def _discard(self, path: Path, version: int) -> None:
+    def _discard_in(self, path: Path, is_lost: Callable[[int, int], bool]) -> None:
         fd, header = open_file(path, os.O_RDWR, self.rank, self.job)
         try:
             for index in range(NUM_SLOTS):
                 offset = header.slot_offset(index)
                 words = _SLOT_HEADER.unpack(os.pread(fd, _SLOT_HEADER.size, offset))
-                if words[STATE] == SEALED and words[VERSION] > version:
+                if words[STATE] == SEALED and is_lost(words[VERSION], words[GENERATION]):
                     os.pwrite(fd, _STATE.pack(EMPTY), offset + WORD_BYTES * STATE)
         finally:
             os.close(fd)
@@ -223,6 +248,24 @@ class Arena:
             return None
         sealed = SealedVersion(words[VERSION], words[GENERATION])
         return _Slot(sealed, path, number, header, index, table, blob, layout)
+
+
+def check_bytes(state: SealedState) -> None:
+    """Raises IntegrityError unless all of the tensors' bytes are those that were sealed. Reads all of them."""
+    try:
+        fd = os.open(state.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        raise IntegrityError(f"{state.path} cannot be read: {error.strerror}") from None
+    try:
+        for manifest in state.manifests:
+            for chunk, expected in enumerate(manifest.checksums):
+                offset, size_bytes = manifest.chunk_range(chunk)
+                if checksum(_read(fd, offset, size_bytes)) != expected:
+                    raise IntegrityError(
+                        f"{state.path}: bytes {offset} to {offset + size_bytes} do not match their checksum"
+                    )
+    finally:
+        os.close(fd)
 
 
 def _read(fd: int, offset: int, size_bytes: int) -> bytes:

@@ -13,6 +13,7 @@ are kept when:
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import mmap
 import os
@@ -48,10 +49,12 @@ from flashrec.state.arena_format import (
     open_file,
 )
 from flashrec.state.codec import checksum
-from flashrec.state.export import PieceReader
+from flashrec.state.export import Lender, PieceReader
 from flashrec.state.files import ASIDE, fault, free_bytes, make_directory, no_space, remove
 from flashrec.state.layout import RankLayout
 from flashrec.state.manifest import CHUNK_BYTES
+from flashrec.state.mapping import map_file
+from flashrec.state.memory import copy_bytes
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint64]
@@ -74,7 +77,7 @@ class Stores:
         words[index] = value
 
     def copy(self, place: Bytes, data: Bytes) -> None:
-        np.copyto(place, data)  # releases the interpreter's lock, unlike a memoryview's assignment
+        copy_bytes(place, data)
 
 
 class ArenaWriter:
@@ -99,7 +102,7 @@ class ArenaWriter:
         self._chunk_bytes = chunk_bytes
         self._stores = stores or Stores()
         self._last_number = -1
-        self._cut: tuple[str, Cut, list[Chunk]] | None = None
+        self._cut: tuple[str, Cut, list[Chunk], bytearray] | None = None
         make_directory(self.directory)
         try:
             self._sweep()
@@ -123,29 +126,32 @@ class ArenaWriter:
         layout: RankLayout,
         blob_bytes: int,
         is_given_up: Callable[[], bool] = lambda: False,
+        *,
+        again: bool = False,
     ) -> OpenSlot:
-        """A slot to write `version` in, WRITING from now on; versions above it are discarded.
+        """A slot to write `version` in, WRITING from now on; versions above it are discarded. `again`: beside the same
+        version as an older generation sealed it.
 
         Raises EnvironmentFault, saying what is needed and what is free, when there is no room for a new file;
         UsageError for a generation older than one that has sealed here; GivenUp."""
         assert layout.rank == self.rank, "a rank seals its own state"
-        assert not self.holds(version), "a sealed version is not written again"
+        assert again or not self.holds(version), "a sealed version is not written again"
         newest_generation = max((slot.generation for slot in self._slots() if slot.is_sealed), default=0)
         if generation < newest_generation:
             raise UsageError(
                 f"rank {self.rank} cannot seal version {version} in generation {generation}: "
                 f"generation {newest_generation} has already sealed; this process has been replaced"
             )
-        cut, chunks = self._cut_of(layout)
+        cut, chunks, changing = self._cut_of(layout)
         self._discard_above(version)
-        kept = self._newest_slot(below=version)
+        kept = self._newest_slot(below=version + again)
         target = self._free_slot(layout, blob_bytes, kept)
         # Before a new file is made: its memory may be what these still hold.
         self._remove_all_but(kept, target)
         if target is None:
             target = self._make_file(generation, layout, cut, blob_bytes, is_given_up).slots[0]
         target.begin()
-        return OpenSlot(target, version, generation, chunks)
+        return OpenSlot(target, version, generation, chunks, changing)
 
     def close(self) -> None:
         """Let go of the memory; the files stay."""
@@ -186,10 +192,11 @@ class ArenaWriter:
         for file in unneeded:
             remove(file.path)
 
-    def _cut_of(self, layout: RankLayout) -> tuple[Cut, list[Chunk]]:
+    def _cut_of(self, layout: RankLayout) -> tuple[Cut, list[Chunk], bytearray]:
+        """(how it is cut, its chunks, for each whether it had changed when it was last compared)."""
         if self._cut is None or self._cut[0] != layout.digest:
             cut = Cut.of(layout, self._chunk_bytes)
-            self._cut = (layout.digest, cut, cut.chunks())
+            self._cut = (layout.digest, cut, cut.chunks(), bytearray(cut.num_chunks))
         return self._cut[1:]
 
     def _make_file(
@@ -264,11 +271,19 @@ class ArenaWriter:
 class OpenSlot:
     """A slot that is being written: every chunk once, in any order and from several threads, then the seal."""
 
-    def __init__(self, slot: _MappedSlot, version: int, generation: int, chunks: Sequence[Chunk]) -> None:
+    def __init__(
+        self,
+        slot: _MappedSlot,
+        version: int,
+        generation: int,
+        chunks: Sequence[Chunk],
+        changing: bytearray,
+    ) -> None:
         self._slot = slot
         self._version = version
         self._generation = generation
         self._chunks = chunks
+        self._changing = changing
         self._missing = set(range(len(chunks)))
 
     @property
@@ -277,19 +292,60 @@ class OpenSlot:
 
     def put(self, index: int, readers: Sequence[PieceReader]) -> tuple[int, int]:
         """Put a chunk in place from the live tensors, `readers[i]` being that of the i-th replica set; returns
-        how many bytes were copied, and how many were there already."""
+        how many bytes were copied, and how many were there already.
+
+        A chunk that had not changed when it was last compared is compared first, by its checksum. Any other is
+        copied first: its bytes are still in a cache then when they are read for their checksum."""
         chunk = self._chunks[index]
-        reader = readers[chunk.set_index]
-        views = [reader.read_piece(piece) for piece in chunk.pieces]
+        with self._views(index, readers[chunk.set_index]) as views:
+            copied_bytes = self._put(index, chunk, views)
+        self._missing.discard(index)
+        return copied_bytes, chunk.size_bytes - copied_bytes
+
+    @contextlib.contextmanager
+    def _views(self, index: int, reader: PieceReader) -> Iterator[list[memoryview]]:
+        chunk = self._chunks[index]
+        if isinstance(reader, Lender):
+            following = self._chunks[index + 1 : index + 2]
+            ahead = following[0].pieces if following and following[0].set_index == chunk.set_index else ()
+            with reader.lend(chunk.pieces, ahead) as views:
+                yield views
+        else:
+            yield [reader.read_piece(piece) for piece in chunk.pieces]
+
+    def _put(self, index: int, chunk: Chunk, views: Sequence[memoryview]) -> int:
         if [view.nbytes for view in views] != [piece.size_bytes for piece in chunk.pieces]:
             raise ValueError(f"the reader of replica set {chunk.set_index} gave too few or too many bytes")
-        data = _runs(views)
-        # Of the live bytes, not of the copy, and after small ones were gathered: if they change while they are
-        # copied, which they must not, no reader takes what has come out.
-        digest = _checksum_of(views)
-        copied = self._slot.put(index, chunk, data, digest)
+        before = self._slot.checksum_of(index)
+        digest = None
+        if before and not self._changing[index]:
+            digest = _checksum_of(views)
+            if digest == before:
+                return 0
+        self._slot.fill(index, chunk, _runs(views))
+        if digest is None:
+            # Of the live bytes, not of the copy, and after small ones were gathered: if they change between the one
+            # and the other, which they must not, no reader takes what has come out.
+            digest = _checksum_of(views)
+        self._slot.vouch_for(index, digest)
+        if before:
+            self._changing[index] = digest != before
+        return chunk.size_bytes
+
+    def has(self, index: int, digest: int) -> bool:
+        """Whether a chunk with this checksum is in place already; if so, it need not be put there."""
+        found = digest != 0 and self._slot.checksum_of(index) == digest
+        if found:
+            self._missing.discard(index)
+        return found
+
+    def put_whole(self, index: int, data: Bytes, digest: int) -> None:
+        """Put a chunk in place that is at hand as one run of bytes, with their checksum."""
+        chunk = self._chunks[index]
+        assert data.nbytes == chunk.size_bytes, "a chunk is put in place whole"
+        self._slot.fill(index, chunk, [data])
+        self._slot.vouch_for(index, digest)
         self._missing.discard(index)
-        return (chunk.size_bytes, 0) if copied else (0, chunk.size_bytes)
 
     def seal(self, blob: bytes) -> None:
         """Make the version visible, now that every chunk is in place."""
@@ -301,7 +357,7 @@ class _MappedFile:
     def __init__(self, path: Path, fd: int, header: FileHeader, stores: Stores) -> None:
         self.path = path
         self.header = header
-        mapping = mmap.mmap(fd, header.file_bytes)
+        mapping = map_file(fd, header.file_bytes)
         self.slots = [_MappedSlot(mapping, header, index, stores) for index in range(NUM_SLOTS)]
 
 
@@ -353,17 +409,20 @@ class _MappedSlot:
                 self._stores.word(self._words, TABLE + index, 0)
         self._stores.word(self._words, STATE, WRITING)
 
-    def put(self, index: int, chunk: Chunk, data: Sequence[Bytes], digest: int) -> bool:
-        """Make `data` the chunk's bytes; False when they were so already."""
-        if digest and int(self._words[TABLE + index]) == digest:
-            return False
+    def checksum_of(self, index: int) -> int:
+        """Of what is in a chunk's place; 0 where that is not known."""
+        return int(self._words[TABLE + index])
+
+    def fill(self, index: int, chunk: Chunk, data: Sequence[Bytes]) -> None:
+        """Make `data` the chunk's bytes, which are not valid from here on until somebody vouches for them."""
         self._stores.word(self._words, TABLE + index, 0)
         offset = chunk.offset
         for view in data:
             self._stores.copy(self._data[offset : offset + view.nbytes], view)
             offset += view.nbytes
+
+    def vouch_for(self, index: int, digest: int) -> None:
         self._stores.word(self._words, TABLE + index, digest)
-        return True
 
     def seal(self, version: int, generation: int, blob: bytes) -> None:
         assert int(self._words[STATE]) == WRITING, "a slot is sealed once"

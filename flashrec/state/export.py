@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import xxhash
 
@@ -24,6 +25,16 @@ class PieceReader(Protocol):
     """What `flashrec.state.capture.Captured` is to the export."""
 
     def read_piece(self, piece: Piece) -> memoryview: ...
+
+
+@runtime_checkable
+class Lender(PieceReader, Protocol):
+    """Of a reader whose bytes have to be fetched: it needs to know when they are not needed any more."""
+
+    def lend(
+        self, pieces: Sequence[Piece], ahead: Sequence[Piece] = ()
+    ) -> AbstractContextManager[list[memoryview]]:
+        """The pieces' bytes inside the block. `ahead` is likely to be asked for next."""
 
 
 def export(

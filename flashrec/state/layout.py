@@ -226,13 +226,6 @@ class RankLayout:
         owned = sum(piece.size_bytes for one in self.sets for piece in one.part(self.rank))
         object.__setattr__(self, "owned_bytes", owned)
 
-    @staticmethod
-    def same_everywhere(layout: Layout, rank: int, world_size: int) -> RankLayout:
-        """One replica set of all ranks (none if `layout` is empty)."""
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} is not below the world's size {world_size}")
-        return RankLayout(rank, (ReplicaSet(tuple(range(world_size)), layout),) if len(layout) else ())
-
     def disagreement(self, other: RankLayout) -> str | None:
         """What contradicts that the two are ranks of one job, in words: a replica set that one claims with the
         other as a member, and the other does not, or with another layout. None when they are compatible."""

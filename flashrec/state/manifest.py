@@ -2,16 +2,17 @@
 torch.
 
 The pieces, one after another, are a stream of bytes in the file. It is checked, sent and asked for in chunks
-of `chunk_bytes` of that stream (the last may be shorter), whatever pieces they cut. There are two kinds:
+of `chunk_bytes` of that stream (the last may be shorter), whatever pieces they cut. There are these kinds:
 
     export/g<generation>.r<rank>.<index>    made for a recovery, of a parked survivor's state; nothing else in it
     arena/r<rank>.<number>                  sealed in each step (flashrec.state.arena); several streams in it
+    replica/r<rank>.<number>                what another node's shard server keeps of an arena; the same form
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from flashrec.state.layout import Layout, Piece
 
 EXPORT = "export"
 ARENA = "arena"
+REPLICA = "replica"
 # Large enough that a message costs little beside its bytes, small enough to stay in a cache between being
 # copied and being checked.
 CHUNK_BYTES = 1 << 20
@@ -59,8 +61,8 @@ class ExportManifest:
 
     @property
     def is_sealed(self) -> bool:
-        """Whether it lies in an arena."""
-        return Path(self.path).parent.name == ARENA
+        """Whether it lies in an arena, or in what another node keeps of one."""
+        return Path(self.path).parent.name in (ARENA, REPLICA)
 
     def chunk_range(self, chunk: int) -> tuple[int, int]:
         """(offset in the file, size in bytes) of a chunk."""
@@ -141,11 +143,13 @@ class ExportManifest:
 class Source:
     """Where a part can be had: the file itself on this node (`address` None), or a shard server that has it.
 
-    `key` is what that server asks for, if it asks for one."""
+    `key` is what that server asks for, if it asks for one; `secure` sets a socket's security before it is
+    connected."""
 
     manifest: ExportManifest
     address: str | None = None
     key: bytes = b""
+    secure: Callable[[Any], None] | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         where = "this node's memory" if self.address is None else self.address

@@ -324,9 +324,8 @@ class Redo:
 
 def _marks(module: torch.nn.Module) -> list[tuple[int, int]]:
     """Changes whenever a tensor of the module is replaced or written in place."""
-    # `_version` is the counter that autograd's documentation describes; there is no other name for it (2.13).
     tensors = [*module.parameters(), *module.buffers()]
-    return [(id(tensor), tensor._version) for tensor in tensors]
+    return [(id(tensor), torch_private.num_writes(tensor)) for tensor in tensors]
 
 
 def _forget_unscaled(scaler: torch.amp.GradScaler) -> None:

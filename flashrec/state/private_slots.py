@@ -7,7 +7,9 @@ A slot is one file, private/r<rank>.v<version>.g<generation>, that appears by re
     ...
 
 The three newest versions are kept: private state of `s + 1` is sealed in the gate of step `s`, when it is not yet
-known that every rank has sealed its tensors at `s`, and the job may have to go back to `s - 1`. A version sealed
+known that every rank has sealed its tensors at `s`, and the job may have to go back to `s - 1`. That of full versions
+(live regime) lies in a directory of its own, `full/`, where the two newest are kept: the next is sealed only when every
+rank has sealed the one before. A version sealed
 again in a later generation (its step was redone) takes the place of the earlier attempt, and one of an
 earlier generation is refused: whoever writes it has been replaced.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 import os
 import re
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +30,10 @@ from flashrec.state.files import ASIDE, fault, make_directory, remove, write_who
 SLOT_NAME = re.compile(r"r(\d{1,9})\.v(\d{1,18})\.g(\d{1,18})", re.ASCII)
 
 KEPT_VERSIONS = 3
+KEPT_FULL_VERSIONS = 2
+# Directories: of what this node's ranks sealed, and of what it keeps for those of other nodes.
+PRIVATE, FULL = "private", "full"
+REPLICA_PRIVATE, REPLICA_FULL = "replica-private", "replica-full"
 
 _MAGIC = b"FLASHSLT"
 _FORMAT = 1
@@ -45,18 +52,20 @@ class SealedSlot:
 
 
 class PrivateSlots:
-    """The slots of `rank` in `directory` (`private/` below the job's directory in shared memory).
+    """The slots of `rank` in `directory` (`private/` or `full/` below the job's directory in shared memory), of which
+    the `kept` newest stay.
 
     One process at a time seals; any may read. Raises EnvironmentFault when the directory cannot be made."""
 
-    def __init__(self, directory: Path | str, rank: int) -> None:
+    def __init__(self, directory: Path | str, rank: int, kept: int = KEPT_VERSIONS) -> None:
         self.directory = Path(directory)
         self.rank = rank
+        self.kept = kept
         self._is_swept = False
         make_directory(self.directory)
 
     def seal(self, version: int, generation: int, payload: Buffer, *, again: bool = False) -> None:
-        """Make `payload` the rank's state at `version`, then let go of all but the three newest versions.
+        """Make `payload` the rank's state at `version`, then let go of all but the newest versions.
 
         `again`: it takes the place, atomically, of what this generation sealed for the version before.
 
@@ -93,7 +102,7 @@ class PrivateSlots:
             slots.append(SealedSlot(version, generation, size_bytes))
         # What an older generation sealed above this version was lost with it: the plan resumed below.
         current = [slot for slot in slots if slot.version <= version]
-        keep = set(_newest(current)[-KEPT_VERSIONS:])
+        keep = set(_newest(current)[-self.kept :])
         for slot in slots:
             if slot not in keep:
                 remove(self._path(slot.version, slot.generation))
@@ -205,3 +214,16 @@ def _newest(slots: list[SealedSlot]) -> list[SealedSlot]:
         if slot.version not in latest or latest[slot.version].generation < slot.generation:
             latest[slot.version] = slot
     return sorted(latest.values())
+
+
+def read_first(root: Path, names: Sequence[str], rank: int, version: int) -> bytes:
+    """The payload of `version`, from the first of these directories below `root` that has it whole. IntegrityError when
+    none has, with what each said."""
+    problems = []
+    for name in names:
+        if (root / name).is_dir():
+            try:
+                return PrivateSlots(root / name, rank).read(version)
+            except IntegrityError as error:
+                problems.append(str(error))
+    raise IntegrityError("; ".join(problems) or f"no private state of rank {rank} is here")

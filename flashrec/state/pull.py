@@ -24,8 +24,11 @@ import xxhash
 from flashrec.errors import FlashrecError, IntegrityError
 from flashrec.state.codec import Buffer
 from flashrec.state.layout import Layout, Piece
-from flashrec.state.manifest import ExportManifest, Part, Source
+from flashrec.state.manifest import REPLICA, ExportManifest, Part, Source
+from flashrec.state.mapping import mapping_of
+from flashrec.state.memory import copy_bytes
 from flashrec.state.remote import ShardConnection, SourceFailed
+from flashrec.state.shardwire import Doubt
 
 Bytes = npt.NDArray[np.uint8]
 # A stream of pieces, and the chunks it is cut into.
@@ -38,6 +41,8 @@ _MIN_UNIT_BYTES = 8 << 20
 _MAX_THREADS = 16
 # Damage on the wire passes, damage in a file stays; so remote sources are asked again before giving up.
 _ROUNDS = 2
+# For a keeper to read through what it has of one rank.
+_CHECK_S = 60.0
 
 
 class PieceWriter(Protocol):
@@ -82,7 +87,7 @@ class _Progress:
 class Puller:
     """`is_cancelled` is asked often, from every thread; once it is true a pull ends. `max_threads`: at most
     so many threads; by default one per part (on one node at most one per core), and more for large parts on
-    a machine with more cores."""
+    a machine with more cores. `own_server`: this node's shard server, which keeps the replicas that lie here."""
 
     def __init__(
         self,
@@ -90,10 +95,12 @@ class Puller:
         *,
         max_threads: int | None = None,
         stall_s: float = STALL_S,
+        own_server: str | None = None,
     ) -> None:
         self._is_cancelled = is_cancelled
         self._max_threads = max_threads
         self._stall_s = stall_s
+        self._own_server = own_server
         self._lock = threading.Lock()
         # What is in place already of one (version, generation), by layout and shape: so that a second call for
         # the same layout goes on, whichever others were pulled in between.
@@ -101,6 +108,7 @@ class Puller:
         self._progress: dict[tuple[str, _Shape], _Progress] = {}
         self._bytes_by_source: dict[str, int] = {}
         self._refused: list[str] = []
+        self._doubtful: dict[tuple[str, int], Source] = {}  # by the server's address and the rank
 
     def pull(
         self,
@@ -121,7 +129,7 @@ class Puller:
         Raises IntegrityError when they are not or no source is of this version, generation and layout;
         PullIncomplete when a part's sources are exhausted or the time is over; PullCancelled."""
         deadline = time.monotonic() + deadline_s
-        self._bytes_by_source, self._refused = {}, []
+        self._bytes_by_source, self._refused, self._doubtful = {}, [], {}
         if self._progress_of != (version, generation):
             self._progress_of, self._progress = (version, generation), {}
         usable = [self._usable(part, layout, version, generation) for part in parts]
@@ -141,6 +149,8 @@ class Puller:
                     for number, part, chunks in units
                 ]
                 failed = {number for number, future in futures if not future.result()}
+                for where, source in self._doubtful.items():
+                    pool.submit(self._doubt, *where, source, version, deadline)
         if self._is_cancelled():
             raise PullCancelled(f"the pull of version {version} was cancelled")
         if failed:
@@ -178,15 +188,20 @@ class Puller:
     def _units(self, parts: Sequence[list[Source]]) -> Iterator[tuple[int, list[Source], range]]:
         """(number of the part, its sources, chunks): the shares of the threads."""
         threads = min(self._max_threads or _num_cores(), _num_cores())
-        wanted = max(1, threads // max(1, len(parts)))
         for number, part in enumerate(parts):
             manifest = part[0].manifest
             num_chunks = len(manifest.checksums)
+            # Of several nodes that have it each gives a share, and stands behind the others. A connection keeps more
+            # than one core busy: one thread here receives what another puts in place.
+            is_remote = all(source.address is not None for source in part)
+            others = len(part) if is_remote else 1
+            wanted = max(1, -(-others // len(parts)), threads // (2 if is_remote else 1) // len(parts))
             num_units = min(wanted, max(1, manifest.size_bytes // _MIN_UNIT_BYTES))
             for unit in range(num_units):
                 chunks = range(num_chunks * unit // num_units, num_chunks * (unit + 1) // num_units)
                 if chunks:
-                    yield number, part, chunks
+                    first = unit % others
+                    yield number, part[first:] + part[:first], chunks
 
     def _pull_unit(
         self, writer: PieceWriter, layout: Layout, part: list[Source], chunks: range, deadline: float
@@ -230,6 +245,7 @@ class Puller:
             for chunk, data in fetched:
                 progress.done.pop(chunk, None)
                 if target.put(chunk, data) != manifest.checksums[chunk]:
+                    self._note_damage(source)
                     offset, size_bytes = manifest.chunk_range(chunk)
                     raise SourceFailed(f"bytes {offset} to {offset + size_bytes} do not match their checksum")
                 progress.done[chunk] = manifest.checksums[chunk]
@@ -243,10 +259,27 @@ class Puller:
             with self._lock:
                 self._bytes_by_source[str(source)] = self._bytes_by_source.get(str(source), 0) + count
 
+    def _note_damage(self, source: Source) -> None:
+        address = source.address or self._own_server
+        if address and source.manifest.name.startswith(f"{REPLICA}/"):
+            with self._lock:
+                self._doubtful[address, source.manifest.rank] = source
+
+    def _doubt(self, address: str, rank: int, source: Source, version: int, deadline: float) -> None:
+        """Have the keeper check what did not match, so that the next plan does not count on it."""
+        secure = source.secure if source.address else None
+        timeout_s = min(_CHECK_S, max(0.1, deadline - time.monotonic()))
+        try:
+            with ShardConnection(address, source.key, self._is_cancelled, secure) as connection:
+                connection.call(Doubt(0, rank, version), timeout_s)
+        except SourceFailed as error:
+            with self._lock:
+                self._refused.append(f"{source}: {error}")
+
     def _served(self, source: Source, todo: Sequence[int], deadline: float) -> Generator[tuple[int, Bytes]]:
         assert source.address is not None
         manifest = source.manifest
-        with ShardConnection(source.address, source.key, self._is_cancelled) as connection:
+        with ShardConnection(source.address, source.key, self._is_cancelled, source.secure) as connection:
             ranges = {chunk: manifest.chunk_range(chunk) for chunk in todo}
             for chunk, data in connection.fetch(manifest.name, ranges, self._stall_s, deadline):
                 yield chunk, np.frombuffer(data, np.uint8)
@@ -276,7 +309,7 @@ class _Target:
             share = data[taken : taken + size_bytes]
             if memory is not None:
                 place = memory[begin : begin + size_bytes]
-                np.copyto(place, share)  # releases the interpreter's lock, unlike a memoryview's assignment
+                copy_bytes(place, share)
                 digest.update(place.data)
             else:
                 fragment = Piece(piece.tensor_index, piece.offset + begin, size_bytes)
@@ -296,7 +329,8 @@ def _shape(manifest: ExportManifest) -> _Shape:
 
 
 def _mapped(manifest: ExportManifest, todo: Sequence[int]) -> Generator[tuple[int, Bytes]]:
-    """The chunks of a file on this node. Mapped, not read: on tmpfs a read goes at a third of the speed.
+    """The chunks of a file on this node. Mapped, not read, and in the mapping that this process has of it, if it has
+    one: what it sealed itself, or had ready before there was a plan, is copied at the speed of memory.
 
     The file is never cut once it has its name (it may be unlinked), so no page of it can go away."""
     try:
@@ -308,13 +342,17 @@ def _mapped(manifest: ExportManifest, todo: Sequence[int]) -> Generator[tuple[in
         size_bytes = os.fstat(fd).st_size
         if size_bytes < end:
             raise SourceFailed(f"{manifest.path} has {size_bytes} bytes, not {end}")
-        start = manifest.offset - manifest.offset % mmap.ALLOCATIONGRANULARITY
-        mapping = mmap.mmap(fd, end - start, prot=mmap.PROT_READ, offset=start)
+        start = 0
+        mapping = mapping_of(fd)
+        if mapping is None or len(mapping) < end:
+            start = manifest.offset - manifest.offset % mmap.ALLOCATIONGRANULARITY
+            mapping = mmap.mmap(fd, end - start, prot=mmap.PROT_READ, offset=start)
     except OSError as error:
         raise SourceFailed(f"cannot map {manifest.path}: {error.strerror}") from error
     finally:
         os.close(fd)
     data = np.frombuffer(mapping, np.uint8)
+    data.flags.writeable = False
     for chunk in todo:
         offset, chunk_bytes = manifest.chunk_range(chunk)
         yield chunk, data[offset - start : offset - start + chunk_bytes]

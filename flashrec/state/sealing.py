@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flashrec.errors import FlashrecError, UsageError
+from flashrec.errors import EnvironmentFault, FlashrecError, UsageError
 from flashrec.state.arena import Arena
 from flashrec.state.arena_writer import ArenaWriter, GivenUp, OpenSlot
 from flashrec.state.export import PieceReader
@@ -31,6 +31,15 @@ from flashrec.state.layout import RankLayout
 # Not the lowest there is: where ranks outnumber cores, a thread that loses its core while it holds the
 # interpreter's lock stops the main thread until it gets one again, and at 19 that took up to 0.3 s.
 _NICENESS = 15
+
+# A unit of work is one chunk, or the making of a file: a thread that takes longer for it is in a system call that will
+# not come back. Long enough for a machine that pages, and for a debugger that holds one thread.
+STUCK_S = 120.0
+
+
+class SealStuck(EnvironmentFault):
+    """The sealing thread does not come back from what it is doing: nothing can be sealed any more, and the tensors are
+    perhaps still read."""
 
 
 class SealStopped(FlashrecError):
@@ -58,7 +67,9 @@ class _Task:
         layout: RankLayout,
         readers: Sequence[PieceReader],
         blob: Callable[[], bytes],
+        on_sealed: Callable[[], None] | None,
     ) -> None:
+        self.on_sealed = on_sealed
         self.version = version
         self.generation = generation
         self.layout = layout
@@ -98,9 +109,11 @@ class Sealer:
         self._thread.start()
 
     @property
-    def problems(self) -> Sequence[str]:
-        """What was damaged among the files that were taken over, one line each."""
-        return self._writer.problems
+    def thread_cpu_s(self) -> float:
+        """CPU time that its thread has taken so far."""
+        thread = self._thread.ident
+        assert thread is not None
+        return time.clock_gettime(time.pthread_getcpuclockid(thread))
 
     def begin(
         self,
@@ -109,25 +122,27 @@ class Sealer:
         layout: RankLayout,
         readers: Sequence[PieceReader],
         blob: Callable[[], bytes],
+        on_sealed: Callable[[], None] | None = None,
     ) -> None:
         """Start to seal `version`; returns at once. A version that is not finished yet is given up.
 
         `readers` are one for each of `layout.sets`; what they read must not change until `finish` or `stop`
         returns. `blob` is called once, by the sealing thread (by `finish` if the thread has not come to it). Nothing
-        is done for a version that is sealed already, whichever generation did."""
+        is done for a version that is sealed already, whichever generation did. `on_sealed` is called as soon as it is
+        sealed, by whichever thread, and before `finish` returns."""
         assert len(readers) == len(layout.sets), "a reader for each replica set"
         with self._condition:
             assert not self._is_closed, "the sealer has been closed"
             if self._task is not None:
                 self._task.is_given_up = True
-            self._task = _Task(version, generation, layout, readers, blob)
+            self._task = _Task(version, generation, layout, readers, blob, on_sealed)
             self._condition.notify_all()
 
     def finish(self) -> SealReport:
         """Help with what is left; when this returns the version is sealed.
 
         Raises what went wrong, on whichever thread: of a reader or of `blob`, EnvironmentFault when there is
-        no room, UsageError when nothing was begun or this generation is over; SealStopped."""
+        no room, UsageError when nothing was begun or this generation is over; SealStopped, SealStuck."""
         started = time.monotonic()
         with self._condition:
             task = self._task
@@ -137,9 +152,9 @@ class Sealer:
             if not self._do_one(task):
                 self._set_niceness(0)  # the thread has what this one waits for
                 with self._condition:
-                    self._condition.wait_for(lambda: task.is_over or self._has_work(task))
+                    self._wait_for(lambda: task.is_over or self._has_work(task))
         with self._condition:
-            self._condition.wait_for(lambda: self._num_active == 0)
+            self._wait_for(lambda: self._num_active == 0)
             if self._task is task:
                 self._task = None
         if task.error is not None:
@@ -150,13 +165,13 @@ class Sealer:
         return SealReport(task.version, task.copied_bytes, task.unchanged_bytes, waited_s)
 
     def stop(self) -> None:
-        """Give up what is under way; when this returns nobody reads the tensors."""
+        """Give up what is under way; when this returns nobody reads the tensors. Raises SealStuck."""
         with self._condition:
             if self._task is not None:
                 self._task.is_given_up = True
                 self._task = None
             self._condition.notify_all()
-            self._condition.wait_for(lambda: self._num_active == 0)
+            self._wait_for(lambda: self._num_active == 0)
 
     def discard_above(self, version: int) -> None:
         """Give up what is under way and let go of every version above `version`: it was lost."""
@@ -198,6 +213,13 @@ class Sealer:
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, thread, self._normal + niceness)
 
+    def _wait_for(self, done: Callable[[], bool]) -> None:
+        """With the condition held, which is told of the end of each unit of work: there is an end to it as long as
+        these have one."""
+        while not done():
+            if not self._condition.wait(STUCK_S) and not done():
+                raise SealStuck(f"the sealing thread has not ended a unit of its work in {STUCK_S:.0f} s")
+
     def _has_work(self, task: _Task | None) -> bool:
         """Whether a unit of work of `task` may start now."""
         if task is None or task is not self._task or task.is_over:
@@ -225,7 +247,7 @@ class Sealer:
                 copied_bytes, unchanged_bytes = slot.put(chunk, task.readers)
             else:
                 slot.seal(task.blob)
-                task.is_sealed = True
+                self._is_sealed(task)
         except GivenUp:
             pass
         except BaseException as caught:
@@ -240,9 +262,15 @@ class Sealer:
 
     def _open(self, task: _Task) -> None:
         if self._writer.holds(task.version):
-            task.is_sealed = True
+            self._is_sealed(task)
             return
         task.blob = task.make_blob()
         task.slot = self._writer.open_slot(
             task.version, task.generation, task.layout, len(task.blob), lambda: task.is_given_up
         )
+
+    @staticmethod
+    def _is_sealed(task: _Task) -> None:
+        task.is_sealed = True
+        if task.on_sealed is not None:
+            task.on_sealed()

@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from flashrec import __version__
 from flashrec.errors import ProtocolError
 from flashrec.protocol import messages as msg
+from flashrec.protocol import records as rec
 from flashrec.protocol.codec import encode
 from flashrec.protocol.jobdir import JobDirectory
 from flashrec.protocol.jobfiles import JobFiles, is_ours, lives, number_of
-from flashrecd.adoption import Orphaned, find, standing
+from flashrecd.adoption import Orphaned, find, standing, take_over
 from flashrecd.core.state import JobState, Member, RankStatus
 from flashrecd.launching import Process
 from flashrecd.records import Records
@@ -68,7 +71,7 @@ def test_a_job_is_found_with_all_that_was_written(
     assert orphaned is not None, notes
     assert orphaned.directory.path == directory.path
     assert orphaned.submit == submit()
-    assert orphaned.ledger == msg.LedgerRecord(3, 7, 0, (-1, 0))
+    assert orphaned.ledger == rec.LedgerRecord(3, 7, 0, (-1, 0))
     (process,) = orphaned.processes
     assert (process.proc, process.rank, process.claims, process.why_sealed) == ("p1", 0, CLAIMS, "why")
     assert lives(process.pid, process.start_ticks)
@@ -112,7 +115,7 @@ def test_another_run_directorys_job_is_left_alone(
 def test_another_releases_job_is_left_alone(
     directory: JobDirectory, records: Records, notes: list[str]
 ) -> None:
-    record = msg.JobRecord("0.0.0", "job", ADDRESS, "/logs", 0, encode(submit()))
+    record = rec.JobRecord("0.0.0", "job", ADDRESS, "/logs", 0, encode(submit()))
     JobFiles(directory.path).describe(record)
     assert found(directory, notes) is None
     assert "its job is of flashrec 0.0.0" in notes[0]
@@ -138,7 +141,7 @@ def test_a_job_without_a_living_rank_is_not_found(
     (process,) = files.processes()
     assert lives(process.pid, stat.start_ticks)
     assert not lives(process.pid, stat.start_ticks + 1)
-    files.took(msg.ProcessRecord("p1", os.getpid(), stat.start_ticks + 1, 0, 1, False, False, None, ""))
+    files.took(rec.ProcessRecord("p1", os.getpid(), stat.start_ticks + 1, 0, 1, False, False, None, ""))
     assert found(directory, notes) is None
     assert "no rank of its job lives" in notes[0]
 
@@ -159,6 +162,23 @@ def test_a_ranks_last_record_stays_until_there_is_the_next(directory: JobDirecto
     standby.rank = 0
     records.took(standby, state)
     assert [(one.proc, one.rank, one.claims) for one in files.processes()] == [("p2", 0, CLAIMS)]
+
+
+def test_the_record_of_an_adopted_rank_goes_when_there_is_the_next(
+    directory: JobDirectory, records: Records, notes: list[str]
+) -> None:
+    """Or a daemon that adopts the job once more would find two holders of one rank."""
+    orphaned = found(directory, notes)
+    assert orphaned is not None
+    state = JobState(members=(Member("p9", claims=CLAIMS),))
+    again = Records(directory.path, lambda event, reason: notes.append(f"{event}: {reason}"))
+    job = SimpleNamespace(records=again, processes={}, feed=lambda event: None)
+    supervisor = SimpleNamespace(adopt=lambda *args, **more: None)
+    take_over(cast(Any, job), orphaned, cast(Any, supervisor))
+    assert list(job.processes) == ["p1"]
+    again.took(Process("p9", 9, 0, 2, True, pid=os.getpid()), state)
+    assert [one.proc for one in JobFiles(directory.path).processes()] == ["p9"]
+    orphaned.directory.leave()
 
 
 def test_a_standbys_record_goes_with_it(directory: JobDirectory, records: Records) -> None:

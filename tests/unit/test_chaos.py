@@ -12,32 +12,45 @@ from chaos import scenario
 from chaos.cues import ENV_FOLDER, ChaosError, Cue, Cues, fired_path, let_go, write_cues
 from chaos.faults.base import Evidence, Fault
 from chaos.faults.corrupt_export import CorruptExport
+from chaos.faults.corrupt_replica import CorruptReplica
+from chaos.faults.cut_link import CutLink
 from chaos.faults.exit_early import ExitEarly
 from chaos.faults.hang import Hang
 from chaos.faults.hard_exit import HardExit
 from chaos.faults.kill_at_place import KillAtPlace
 from chaos.faults.kill_at_random import KillAtRandom
 from chaos.faults.kill_in_recovery import KillInRecovery
+from chaos.faults.kill_member_daemon import KillMemberDaemon
 from chaos.faults.kill_standby import KillStandby
 from chaos.faults.kill_together import KillTogether
 from chaos.faults.kill_with import KillWith
+from chaos.faults.lose_node import LoseNode
+from chaos.faults.lose_nodes_in_turn import LoseNodesInTurn
 from chaos.faults.raise_error import RaiseError
 from chaos.faults.stop import Stop
 from chaos.recipe import Recipe
 from chaos.redone import given_up_steps, redone_steps
 from chaos.soak import Growth, Reading
+from flashrec.cli.demo.nodes.corrupt import Corrupted
+from flashrec.cli.demo.nodes.node import Loss
 
 FAULTS: list[Fault] = [
     CorruptExport(1, 3),
+    CorruptReplica(1, "forward", 3),
+    CutLink(1, "forward", 3, 1.0),
+    CutLink(1, "forward", 3, None),
     ExitEarly(1, "forward", 3),
     Hang(1, "forward", 3),
     HardExit(1, "forward", 3),
     KillAtPlace(1, "forward", 3),
     KillAtRandom(1, 3, seed=0),
     KillInRecovery(1, "forward", 3, 0, "serve"),
+    KillMemberDaemon(1, "forward", 3),
     KillStandby(3),
     KillTogether((0, 1), "forward", 3),
     KillWith(1, "forward", 3, (0,)),
+    LoseNode(1, "forward", 3),
+    LoseNodesInTurn(1, "forward", 3, "pull"),
     RaiseError(1, "forward", 3),
     Stop(1, "forward", 3),
 ]
@@ -67,6 +80,40 @@ def test_a_kill_counts_only_in_its_place_and_step() -> None:
 def ranks_cues(folder: Path, *given: Cue) -> Cues:
     write_cues(folder, list(given))
     return Cues(folder)
+
+
+def test_a_lost_node_counts_only_with_its_memory_its_ranks_and_in_its_place() -> None:
+    def words(*deaths: int, **changes: Any) -> str | None:
+        fault = LoseNode(1, "backward", 3)
+        fault.loss, fault.ranks, fault.was_at = (
+            Loss(signal_ns=1, died_ns=2, pids=(7,), files=4),
+            [0, 1],
+            ("backward", 3),
+        )
+        for name, value in changes.items():
+            setattr(fault, name, value)
+        record = tuple({"rank": rank, "kind": "node lost"} for rank in deaths)
+        return fault.missing(Evidence(record, (), frozenset({fault.name})))
+
+    assert words(0, 1) is None
+    assert "rank 0 being lost" in str(words(1))
+    assert "was in ('gate', 3)" in str(words(0, 1, was_at=("gate", 3)))
+    assert "no memory" in str(words(0, 1, loss=Loss(signal_ns=1, died_ns=2, pids=(7,), files=0)))
+
+
+def test_a_corrupt_replica_must_be_noticed() -> None:
+    fault = CorruptReplica(1, "vote", 3)
+    fault._loss.loss, fault._loss.ranks = Loss(signal_ns=1, died_ns=2, pids=(7,), files=4), [1]
+    fault._loss.was_at = ("gate", 3)
+    fault.corrupted = [Corrupted(what="sealed", rank=1, version=3, path="replica/r1.0", offset=9)]
+    record, fired = ({"rank": 1, "kind": "node lost"},), frozenset({fault.name})
+    sealed = {"event": "sealed regime", "reason": "'w' is held by rank 1 alone"}
+    noticed = (sealed, {"event": "source refused", "reason": "bytes 0 to 9 do not match their checksum"})
+    assert "was corrupted" in str(fault.missing(Evidence(record, noticed, fired)))
+    fault.is_damaged = True
+    assert fault.missing(Evidence(record, noticed, fired)) is None
+    assert "nobody noticed" in str(fault.missing(Evidence(record, (sealed,), fired)))
+    assert fault.missing(Evidence(record, (), fired)) is None  # nobody had to read it
 
 
 def test_a_cue_is_met_once_by_its_rank_in_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,12 @@
-"""pyproject.toml and constraints.txt tell the same story."""
+"""pyproject.toml and constraints.txt tell the same story, and what is run as a script can be."""
 
+import importlib
 import os
 import re
 import tomllib
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -35,3 +38,15 @@ def test_ci_runs_what_a_person_runs() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     assert "make test" in script.read_text()
+
+
+@pytest.mark.parametrize(
+    "module",
+    sorted(
+        f"{path.parent.name}.{path.stem}"
+        for part in ("benchmarks", "chaos")
+        for path in (ROOT / part).glob("*.py")
+    ),
+)
+def test_every_script_can_be_imported(module: str) -> None:
+    importlib.import_module(module)

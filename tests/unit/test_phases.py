@@ -9,6 +9,7 @@ from flashrec import phases as ph
 from flashrec.phases import Phase, RankMachine, RankState, transition
 
 PLAN_2 = ph.Plan(2, 3, (1,))
+KEPT_3 = ph.AwaitKept(None, (3,))
 ALIVE_IN_A_STEP = (Phase.IDLE, Phase.COMPUTING, Phase.GATED, Phase.APPLYING, Phase.TAIL, Phase.UNWINDING)
 
 
@@ -20,7 +21,18 @@ def rank(phase: Phase, version: int | None = 3, **more: Any) -> RankState:
 RULES: list[tuple[RankState, Any, dict[str, object], tuple[Any, ...]]] = [
     (rank(Phase.STARTING, None), ph.Protected(), {"phase": Phase.IDLE, "version": 0}, (ph.Seal(0),)),
     (rank(Phase.IDLE), ph.Enter(), {"phase": Phase.COMPUTING}, (ph.NoteRedo(),)),
-    (rank(Phase.COMPUTING), ph.GateReached(), {"phase": Phase.GATED}, (ph.Seal(4), ph.Vote())),
+    (
+        rank(Phase.COMPUTING),
+        ph.GateReached(),
+        {"phase": Phase.GATED},
+        (ph.Seal(4), ph.AwaitKept(None, (3, 4)), ph.Vote()),
+    ),
+    (
+        rank(Phase.COMPUTING, sealing=True),
+        ph.GateReached(),
+        {"phase": Phase.GATED},
+        (ph.FinishSeal(3), ph.Seal(4), ph.AwaitKept(3, (3, 4)), ph.Vote()),
+    ),
     (rank(Phase.GATED), ph.Verdict(True), {"phase": Phase.APPLYING}, (ph.Apply(),)),
     (rank(Phase.APPLYING), ph.Applied(), {"phase": Phase.TAIL}, ()),
     (rank(Phase.TAIL), ph.Exit(), {"phase": Phase.IDLE, "version": 4}, (ph.Commit(4),)),
@@ -28,7 +40,9 @@ RULES: list[tuple[RankState, Any, dict[str, object], tuple[Any, ...]]] = [
     (rank(Phase.COMPUTING, latched=True), ph.GateReached(), {"phase": Phase.UNWINDING}, (ph.Abandon(),)),
     (rank(Phase.UNWINDING, latched=True), ph.Exit(), {"phase": Phase.IDLE, "dirty": True}, ()),
     (rank(Phase.COMPUTING, latched=True), ph.Exit(), {"phase": Phase.IDLE, "dirty": True}, ()),
-    (rank(Phase.IDLE, latched=True), ph.Enter(), {"phase": Phase.PARKED}, (ph.Report(1, 3, False),)),
+    (rank(Phase.IDLE, latched=True), ph.Settle(), {"phase": Phase.PARKED}, (ph.Report(1, 3, False),)),
+    # known too late: the batch is taken, and is not that of the step a recovery leads to
+    (rank(Phase.IDLE, latched=True), ph.Enter(), {"phase": Phase.COMPUTING}, (ph.NoteRedo(),)),
     # a vote with no result, with a no, and with a yes that came before the failure was known
     (
         rank(Phase.GATED),
@@ -56,13 +70,13 @@ RULES: list[tuple[RankState, Any, dict[str, object], tuple[Any, ...]]] = [
         rank(Phase.PARKED, latched=True, dirty=True),
         PLAN_2,
         {"phase": Phase.REFORMING, "generation": 2, "plan": PLAN_2, "latched": False, "dirty": False},
-        (ph.PutBack(), ph.DiscardAbove(3), ph.Serve(PLAN_2), ph.Form(2)),
+        (ph.PutBack(), ph.DiscardAbove(3, -1), ph.Serve(PLAN_2), KEPT_3, ph.Form(2)),
     ),
     (
         rank(Phase.PARKED, latched=True),
         ph.Plan(2, 3, ()),
         {"phase": Phase.REFORMING, "generation": 2, "plan": ph.Plan(2, 3, ()), "latched": False},
-        (ph.DiscardAbove(3), ph.Form(2)),
+        (ph.DiscardAbove(3, -1), KEPT_3, ph.Form(2)),
     ),
     # for one that is behind, since applying communicates: it cannot follow alone, and installs
     (
@@ -75,7 +89,7 @@ RULES: list[tuple[RankState, Any, dict[str, object], tuple[Any, ...]]] = [
         rank(Phase.IDLE, latched=True, dirty=True, communicates=True, plan=ph.Plan(2, 4, (0,))),
         ph.Settle(),
         {"phase": Phase.REFORMING, "version": None, "rehearsed": True, "latched": False, "dirty": False},
-        (ph.DiscardAbove(4), ph.Install(ph.Plan(2, 4, (0,))), ph.Form(2)),
+        (ph.DiscardAbove(4, -1), ph.Install(ph.Plan(2, 4, (0,))), ph.AwaitKept(None, (4,)), ph.Form(2)),
     ),
     (
         rank(Phase.PARKED, latched=True),
@@ -88,7 +102,7 @@ RULES: list[tuple[RankState, Any, dict[str, object], tuple[Any, ...]]] = [
             "rehearsed": True,
             "latched": False,
         },
-        (ph.DiscardAbove(4), ph.Install(ph.Plan(2, 4, (0,))), ph.Form(2)),
+        (ph.DiscardAbove(4, -1), ph.Install(ph.Plan(2, 4, (0,))), ph.AwaitKept(None, (4,)), ph.Form(2)),
     ),
     # for one that is past its last step, which is lost: what it votes in next is a step again
     (
@@ -103,14 +117,22 @@ RULES: list[tuple[RankState, Any, dict[str, object], tuple[Any, ...]]] = [
             "latched": False,
             "closed": False,
         },
-        (ph.DiscardAbove(2), ph.Install(ph.Plan(2, 2, (0,), (), True)), ph.Form(2)),
+        (
+            ph.DiscardAbove(2, 2),
+            ph.Install(ph.Plan(2, 2, (0,), (), True)),
+            ph.NoteRedo(),
+            ph.BeginSeal(2),
+            ph.FinishSeal(2),
+            ph.AwaitKept(None, (2,)),
+            ph.Form(2),
+        ),
     ),
     # for one that got it while it unwound or rolled forward
     (
         rank(Phase.IDLE, latched=True, plan=PLAN_2, dirty=True),
-        ph.Enter(),
+        ph.Settle(),
         {"phase": Phase.REFORMING, "latched": False, "dirty": False},
-        (ph.PutBack(), ph.DiscardAbove(3), ph.Serve(PLAN_2), ph.Form(2)),
+        (ph.PutBack(), ph.DiscardAbove(3, -1), ph.Serve(PLAN_2), KEPT_3, ph.Form(2)),
     ),
     # for a replacement, which may get it before or after it has rehearsed
     (rank(Phase.BUILDING, None), PLAN_2, {"generation": 2, "plan": PLAN_2}, ()),
@@ -118,14 +140,14 @@ RULES: list[tuple[RankState, Any, dict[str, object], tuple[Any, ...]]] = [
         rank(Phase.BUILDING, None, plan=PLAN_2),
         ph.Rehearsed(),
         {"phase": Phase.REFORMING, "rehearsed": True},
-        (ph.DiscardAbove(3), ph.Install(PLAN_2), ph.Form(2)),
+        (ph.DiscardAbove(3, -1), ph.Install(PLAN_2), KEPT_3, ph.Form(2)),
     ),
     (rank(Phase.BUILDING, None), ph.Rehearsed(), {"rehearsed": True}, ()),
     (
         rank(Phase.BUILDING, None, rehearsed=True),
         PLAN_2,
         {"phase": Phase.REFORMING, "generation": 2, "plan": PLAN_2},
-        (ph.DiscardAbove(3), ph.Install(PLAN_2), ph.Form(2)),
+        (ph.DiscardAbove(3, -1), ph.Install(PLAN_2), KEPT_3, ph.Form(2)),
     ),
     (rank(Phase.REFORMING, None, plan=PLAN_2), ph.Installed(), {"version": 3}, ()),
     (rank(Phase.REFORMING, plan=ph.Plan(1, 3, ())), ph.Formed(1), {"phase": Phase.IDLE, "plan": None}, ()),
@@ -142,6 +164,26 @@ RULES: list[tuple[RankState, Any, dict[str, object], tuple[Any, ...]]] = [
         ph.Formed(1),
         {"phase": Phase.LEFT, "plan": None},
         (ph.Linger(1, 3),),
+    ),
+    # the last version is kept before any may forget the one before, again after a recovery at the end
+    (
+        rank(Phase.IDLE, sealing=True),
+        ph.Close(),
+        {"phase": Phase.CLOSING},
+        (ph.NoteRedo(), ph.BeginSeal(3), ph.FinishSeal(3), ph.AwaitKept(3, (3,)), ph.Vote()),
+    ),
+    (
+        rank(Phase.REFORMING, plan=ph.Plan(1, 3, ()), sealing=True, closed=True),
+        ph.Formed(1),
+        {"phase": Phase.CLOSING, "plan": None},
+        (ph.AwaitKept(3, (3,)), ph.Vote()),
+    ),
+    # not kept, so no vote went out
+    (
+        rank(Phase.CLOSING, sealing=True),
+        ph.Verdict(False),
+        {"phase": Phase.PARKED, "latched": True},
+        (ph.Report(1, 3, False),),
     ),
     (rank(Phase.LEFT, leaving=True), ph.Released(), {"phase": Phase.GONE}, ()),
     # an abort, for those that wait: they answer at once
@@ -248,3 +290,11 @@ def test_a_rank_votes_in_no_generation_it_has_parked_in() -> None:
                 except ph.IllegalTransition:
                     break
                 assert not any(isinstance(action, ph.Vote) for action in actions)
+
+
+def test_nothing_is_voted_on_or_formed_that_is_not_kept_elsewhere() -> None:
+    """Whatever came before, the last thing a rank does before it votes, or forms, is to wait for its keepers."""
+    for before, event, _, actions in RULES:
+        for first, second in itertools.pairwise([None, *actions]):
+            if isinstance(second, ph.Vote | ph.Form):
+                assert isinstance(first, ph.AwaitKept), (before, event)

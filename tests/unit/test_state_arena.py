@@ -127,28 +127,57 @@ def test_chunks_that_are_there_already_are_not_copied_again(writer: ArenaWriter)
     copied, unchanged = seal(writer, 2)
     assert copied + unchanged == owned
     assert 0 < unchanged < owned
-    slot = writer.open_slot(3, 1, SMALL, 0)
     same = tensors(SMALL, 1)
-    assert all(slot.put(index, same)[0] == 0 for index in range(slot.num_chunks)), "as version 1 was"
+    for version in range(3, 8):
+        slot = writer.open_slot(version, 1, SMALL, 0)
+        copied = sum(slot.put(index, same)[0] for index in range(slot.num_chunks))
+        slot.seal(b"")
+        assert copied <= owned - unchanged, "never what is frozen"
+    assert copied == 0, "nor what has not changed for a while"
 
 
+@pytest.mark.parametrize("compared_first", [False, True])
 def test_bytes_that_change_while_they_are_copied_are_not_taken_for_whole(
-    arena: Arena, directory: Path
+    arena: Arena, directory: Path, compared_first: bool
 ) -> None:
     live = tensors(SMALL, 5)
 
     class Late(Stores):
-        def copy(self, place: Bytes, data: Bytes) -> None:
-            live[1].data[1][100] = (live[1].data[1][100] + 1) % 256
-            super().copy(place, data)
+        is_armed = False
 
-    writer = writer_in(directory, Late())
+        def copy(self, place: Bytes, data: Bytes) -> None:
+            super().copy(place, data)
+            if self.is_armed:  # the copy has the old byte
+                live[1].data[1][100] = (live[1].data[1][100] + 1) % 256
+
+    stores = Late()
+    writer = writer_in(directory, stores)
+    if compared_first:
+        for version in (1, 2, 3):
+            seal(writer, version)
+    stores.is_armed = True
     slot = writer.open_slot(5, 1, SMALL, 0)
     for index in range(slot.num_chunks):
         slot.put(index, live)
     slot.seal(b"")
     with pytest.raises(IntegrityError, match="chunk 0 of version 5 is damaged"):
         check(arena, [5], blob=b"")
+
+
+def test_a_chunk_that_changed_is_copied_before_it_is_compared_and_one_that_did_not_is_not(
+    writer: ArenaWriter,
+) -> None:
+    """A slot holds what it got two versions ago; the first time there is nothing to compare with. Some chunks are
+    frozen."""
+    copied = []
+    for version, seed in enumerate([0, 1, 2, 3, 4, 4, 4, 4, 4, 5, 5]):
+        live = tensors(SMALL, seed)
+        slot = writer.open_slot(version, 1, SMALL, 0)
+        copied.append(sum(slot.put(index, live)[0] for index in range(slot.num_chunks)))
+        slot.seal(b"")
+    whole, moving = SMALL.owned_bytes, copied[2]
+    assert 0 < moving < whole
+    assert copied == [whole] * 2 + [moving] * 5 + [0, 0] + [moving] * 2
 
 
 def test_a_version_is_not_sealed_before_all_chunks_are_there(writer: ArenaWriter) -> None:

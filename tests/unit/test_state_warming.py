@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
+import threading
+from pathlib import Path
 
 import pytest
 import torch
 
+from flashrec.errors import EnvironmentFault, IntegrityError
+from flashrec.state import warming
+from flashrec.state.arena import Arena
+from flashrec.state.arena_writer import ArenaWriter
 from flashrec.state.layout import RankLayout
+from flashrec.state.mapping import mapping_of
 from flashrec.state.tensors import direct_bytes
 from flashrec.state.warming import Warmer
+from tests.arenas import JOB, RANK, check, seal
 from tests.unit.test_state_capture import OPTIMIZERS, bits, pair, train
 
 
@@ -23,6 +32,56 @@ def test_every_page_is_touched_and_nothing_after_the_stop() -> None:
     warmer.stop()
     memory[:] = b"\1" * len(memory)
     assert all(memory)
+
+
+def test_a_thread_that_does_not_come_back_is_not_waited_for_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    may_go_on = threading.Event()
+    monkeypatch.setattr(Warmer, "_run", lambda self: may_go_on.wait(60))
+    monkeypatch.setattr(warming, "STUCK_S", 0.01)
+    warmer = Warmer([])
+    try:
+        with pytest.raises(EnvironmentFault, match="a thread that touches memory"):
+            warmer.stop()
+    finally:
+        may_go_on.set()
+    monkeypatch.setattr(warming, "STUCK_S", 60)
+    warmer.stop()
+
+
+def test_a_mapping_is_there_for_the_puller_and_the_next_writer_until_it_is_let_go_of(tmp_path: Path) -> None:
+    directory = tmp_path / "arena"
+    seal(ArenaWriter(directory, RANK, JOB), 0)
+    gc.collect()
+    (path,) = directory.iterdir()
+    before = path.read_bytes()
+    arena = Arena(directory, RANK, JOB)
+    with path.open("rb") as file:
+        assert mapping_of(file.fileno()) is None
+        warmer = Warmer([], [arena.map_for_pull(arena.read(0))])
+        warmer.wait()
+        warmer.stop()
+        mapping = mapping_of(file.fileno())
+        assert mapping is not None
+        assert path.read_bytes() == before
+        check(arena, [0])
+        writer = ArenaWriter(directory, RANK, JOB)
+        warmer.let_go()
+        warmer.let_go()
+        assert mapping_of(file.fileno()) is mapping, "the writer has it"
+        seal(writer, 1)
+        check(arena, [0, 1])
+
+
+def test_a_file_that_is_gone_is_not_mapped(tmp_path: Path) -> None:
+    directory = tmp_path / "arena"
+    seal(ArenaWriter(directory, RANK, JOB), 0)
+    arena = Arena(directory, RANK, JOB)
+    own = arena.read(0)
+    own.path.unlink()
+    with pytest.raises(IntegrityError, match="cannot open"):
+        arena.map_for_pull(own)
 
 
 @pytest.mark.parametrize("include_grads", [False, True])

@@ -22,6 +22,7 @@ from flashrec.torch_private import (
     comm_hook_state,
     ddp_modules,
     has_rebuilt,
+    num_writes,
     rebuild_buckets,
     rehearsals,
     reset_buckets,
@@ -75,6 +76,19 @@ def test_an_attribute_of_ddp_that_moved_is_said(monkeypatch: pytest.MonkeyPatch)
 def test_object_collectives_are_recognised_below_their_wrappers() -> None:
     names = {code.co_name for code in torch_private.object_collective_codes()}
     assert {"all_gather_object", "broadcast_object_list", "recv_object_list"} <= names
+
+
+def test_writes_in_place_are_counted_and_nothing_else() -> None:
+    tensor = torch.zeros(4)
+    before = num_writes(tensor)
+    tensor.sum()
+    tensor[0].item()
+    assert num_writes(tensor) == before
+    tensor.add_(1)
+    assert num_writes(tensor) > before
+    before = num_writes(tensor)
+    tensor[1:].zero_()
+    assert num_writes(tensor) > before
 
 
 def test_ddp_modules_are_found_at_any_depth() -> None:

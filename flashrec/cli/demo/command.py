@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import click
 from rich.console import Console
@@ -16,9 +17,11 @@ from rich.console import Console
 from flashrec.cli.client import Client, private_daemon
 from flashrec.cli.demo import brief, report
 from flashrec.cli.demo.daemon import DaemonFault, separate_daemon
+from flashrec.cli.demo.nodes.choice import NodeOptions, choose_nodes
+from flashrec.cli.demo.nodes.command import run_on_nodes
 from flashrec.cli.demo.reference_run import run_reference
 from flashrec.cli.demo.schedule import Schedule, schedule_for
-from flashrec.cli.demo.settings import FAULTS, PARALLEL, Settings, choose
+from flashrec.cli.demo.settings import FAULTS, NODE_FAULTS, PARALLEL, Settings, choose
 from flashrec.cli.demo.timing import cost, read_logs, redone_steps, undisturbed
 from flashrec.cli.demo.training import Record, Training
 from flashrec.cli.demo.verdict import Verdict, compare_runs, unproven
@@ -48,6 +51,9 @@ JSON_HELP = """
   step_ms, reference_step_ms, overhead_percent, overhead_quartiles,
   overhead_steps           what an undisturbed step takes
   unplanned, failure, seconds
+With --nodes also nodes, spare_nodes, replicas, namespaces; and of each fault
+  kind, node, ranks, processes and files (that were lost), detail, cut_ms,
+  losses_seen (by the leader), moved (ranks, and where to), outcome
 """
 
 
@@ -71,36 +77,58 @@ JSON_HELP = """
 )
 @click.option(
     "--fault",
-    type=click.Choice(list(FAULTS)),
+    type=click.Choice([*FAULTS, *(name for name in NODE_FAULTS if name not in FAULTS)]),
     help="What is killed: single ranks in every phase of a step, two at once, all at once, or the daemon and "
-    "then ranks.  [default: rank]",
+    "then ranks. With --nodes: a node, rank, a member's daemon, a link (cut, and healed), replica-corrupt (and then "
+    "its owner's node is lost), node-during-recovery.  [default: rank; with --nodes: node]",
+)
+@click.option(
+    "--nodes",
+    type=int,
+    help="Show it over as many nodes (2 or 4), each a daemon of its own on this machine. The first leads the job, and "
+    "is never lost: for now that would end the job.",
+)
+@click.option("--spare-nodes", type=int, help="Nodes that take over from a lost one.  [default: 1 or 2]")
+@click.option("--replicas", type=int, help="Other nodes that keep what a rank seals.  [default: 1 or 2]")
+@click.option(
+    "--namespaces",
+    is_flag=True,
+    help="Give every node a network namespace, an address and a /dev/shm of its own. Needs root and iproute2; --fault "
+    "link does it by itself.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object; progress goes to stderr.")
 def demo(
     steps: int | None, ranks: int | None, faults: int | None, seed: int, standby: str | None,
-    parallel: str | None, fault: str | None, as_json: bool,
+    parallel: str | None, fault: str | None, nodes: int | None, spare_nodes: int | None, replicas: int | None,
+    namespaces: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Train a small GPT while its ranks are killed; compare with an undisturbed run, bit for bit.
 
     Without --parallel and --fault: data parallelism, with kills in every phase of a step and in recoveries.
 
+    With --nodes: over several nodes, each with a daemon and memory of its own on this machine, that are lost.
+
     Exits with 1 if a bit differs, a planned fault did not fire, or more than one committed step was done again.
     """
-    settings = choose(
-        steps=steps,
-        ranks=ranks,
-        num_faults=faults,
-        seed=seed,
-        standby=standby,
-        parallel=parallel,
-        fault=fault,
-    )
-    schedule = schedule_for(settings)
+    on_nodes = NodeOptions(nodes=nodes, spare_nodes=spare_nodes, replicas=replicas, namespaces=namespaces)
+    chosen: dict[str, Any] = {
+        "steps": steps,
+        "ranks": ranks,
+        "num_faults": faults,
+        "seed": seed,
+        "standby": standby,
+        "parallel": parallel,
+        "fault": fault,
+    }
+    settings = choose_nodes(on_nodes, **chosen) if on_nodes.given else choose(**chosen)
+    schedule = Schedule(faults=[]) if on_nodes.given else schedule_for(settings)
     console = Console(stderr=as_json, highlight=False)
     if not console.is_terminal:
         width = max(NARROWEST, console.width)
         console = Console(stderr=as_json, highlight=False, width=width)
     with _ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="flashrec-demo-") as folder:
+        if on_nodes.given:
+            sys.exit(run_on_nodes(settings, Path(folder), console, as_json))
         sys.exit(_run(settings, schedule, Path(folder), console, as_json))
 
 

@@ -12,14 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flashrec.cli.client import (
-    LONGEST_PARENT,
-    Client,
-    ask_status,
-    become_subreaper,
-    daemon_runs_in,
-    end_orphans,
-)
+from flashrec.cli.client import LONGEST_PARENT, Client, ask_status, daemon_runs_in
+from flashrec.cli.orphans import end_orphans, subreaper
 from flashrec.errors import DaemonUnavailable, EnvironmentFault
 from flashrec.protocol.jobdir import remove_stale
 
@@ -30,8 +24,9 @@ WITHOUT_S = 10.0  # and no longer than so long
 RUNNING = "running"
 # It ends with the demo, but the demo does not own it: an owned daemon's ranks would end with it.
 PROGRAM = """
-import ctypes, signal
-ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+import signal
+from flashrec.prctl import die_with_parent
+die_with_parent(signal.SIGTERM)
 from flashrecd.__main__ import main
 main()
 """
@@ -147,8 +142,10 @@ def separate_daemon() -> Iterator[SeparateDaemon]:
     """One that listens; gone at the end, with whatever is left of its jobs."""
     # The path of a socket is short, that of a temporary directory need not be.
     parent = "/tmp" if len(os.fsencode(tempfile.gettempdir())) > LONGEST_PARENT else None
-    with tempfile.TemporaryDirectory(prefix="flashrec-", dir=parent, ignore_cleanup_errors=True) as folder:
-        become_subreaper()
+    with (
+        tempfile.TemporaryDirectory(prefix="flashrec-", dir=parent, ignore_cleanup_errors=True) as folder,
+        subreaper(),
+    ):
         daemon = SeparateDaemon(Path(folder))
         try:
             daemon.start()

@@ -115,14 +115,14 @@ def unplanned(strikes: Sequence[Strike], recoveries: Sequence[Mapping[str, Any]]
     """Deaths that no kill of ours explains, in words: a suspect the daemon ended, a crash."""
     explained = [found[1] for strike in strikes if (found := _noticed(strike, recoveries)) is not None]
     return [
-        _in_words(death, recovery["version"])
+        in_words(death, recovery["version"])
         for recovery in recoveries
         for death in recovery["faults"]
         if death["at_ns"] not in explained
     ]
 
 
-def _in_words(death: Mapping[str, Any], version: int | None) -> str:
+def in_words(death: Mapping[str, Any], version: int | None) -> str:
     place = death.get("place", "an unknown place")
     return f"rank {death['rank']}, {death['kind']}, in {place} of step {version}"
 

@@ -6,7 +6,6 @@ a line, as JSON.
 """
 
 import contextlib
-import ctypes
 import json
 import math
 import os
@@ -21,10 +20,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from flashrec.cli.client import Client, ask_status
 from flashrec.cli.demo.schedule import SLOT_STEPS, Fault
 from flashrec.errors import EnvironmentFault
+from flashrec.prctl import set_timer_slack
 from flashrec.protocol.phase import Phase
 from flashrec.protocol.tag import Tag, TagReader, tag_path
 
@@ -33,7 +34,6 @@ FAR_S = 0.002
 NEAR_S = 0.0002
 DEATH_S = 10.0
 GUESSED_STEP_NS = 200_000_000
-PR_SET_TIMERSLACK = 29
 MAX_LINE_BYTES = 1 << 16
 FRESH = (Phase.STARTING, Phase.BUILDING)
 """Phases that only a process which has just taken a rank is in."""
@@ -232,21 +232,13 @@ def _ended(pidfd: int, timeout_s: float) -> bool:
     return bool(poll.poll(int(timeout_s * 1000)))
 
 
-class InjectorProcess:
-    """The demo's end: starts the injector, and collects what it reports."""
+class StrikingProcess:
+    """The demo's end of a process that strikes: starts it with an order, and collects the lines that it reports."""
 
-    def __init__(
-        self, run_dir: Path, shm_dir: Path, world_size: int, standby: str, faults: list[Fault]
-    ) -> None:
-        order = {
-            "run_dir": str(run_dir),
-            "shm_dir": str(shm_dir),
-            "world_size": world_size,
-            "standby": standby,
-            "faults": [asdict(fault) for fault in faults],
-        }
+    def __init__(self, program: str, order: dict[str, Any]) -> None:
+        """`program`: a module, whose main() it runs."""
         self._process = subprocess.Popen(
-            [sys.executable, "-c", "from flashrec.cli.demo.injector import main; main()"],
+            [sys.executable, "-c", f"from {program} import main; main()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -264,8 +256,8 @@ class InjectorProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def poll(self) -> list[Strike]:
-        """What was struck since the last call. EnvironmentFault when the injector ended with an error."""
+    def lines(self) -> list[dict[str, Any]]:
+        """What was reported since the last call. EnvironmentFault when the process ended with an error."""
         with contextlib.suppress(BlockingIOError):
             self._unread += os.read(self._output.fileno(), MAX_LINE_BYTES)
         if self._process.poll():
@@ -273,7 +265,7 @@ class InjectorProcess:
             why = self._process.stderr.read().decode(errors="replace").strip().splitlines()[-1:]
             raise EnvironmentFault(f"the injector failed: {' '.join(why) or 'no reason given'}")
         *lines, self._unread = self._unread.split(b"\n")
-        return [Strike(**json.loads(line)) for line in lines]
+        return [json.loads(line) for line in lines]
 
     def close(self) -> None:
         self._process.kill()
@@ -283,12 +275,30 @@ class InjectorProcess:
             stream.close()
 
 
+class InjectorProcess(StrikingProcess):
+    """Kills ranks."""
+
+    def __init__(
+        self, run_dir: Path, shm_dir: Path, world_size: int, standby: str, faults: list[Fault]
+    ) -> None:
+        order = {
+            "run_dir": str(run_dir),
+            "shm_dir": str(shm_dir),
+            "world_size": world_size,
+            "standby": standby,
+            "faults": [asdict(fault) for fault in faults],
+        }
+        super().__init__("flashrec.cli.demo.injector", order)
+
+    def poll(self) -> list[Strike]:
+        """What was struck since the last call."""
+        return [Strike(**line) for line in self.lines()]
+
+
 def main() -> None:
     """Reads an order, strikes, reports."""
     order = json.load(sys.stdin)
-    ctypes.CDLL(None, use_errno=True).prctl(
-        PR_SET_TIMERSLACK, 1000
-    )  # sleep for what was asked, not 50 us more
+    set_timer_slack(1000)  # sleep for what was asked, not 50 us more
     with Client(Path(order["run_dir"])) as client:
         injector = Injector(client, Path(order["shm_dir"]), order["world_size"], order["standby"])
         faults = [Fault(**{**fault, "others": tuple(fault["others"])}) for fault in order["faults"]]

@@ -98,7 +98,7 @@ def make_groups(size: int, *, first: int, steps: int, ranks: int, num_faults: in
         needed = first + SLOT_STEPS * num_faults + QUIET_STEPS
         raise UsageError(f"{num_faults} faults do not fit into {steps} steps; take --steps {needed} or more")
     faults = []
-    for index, place in enumerate(_dealt(PLACES, num_faults, rng)):
+    for index, place in enumerate(dealt(PLACES, num_faults, rng)):
         begin, after = (first + (end - first) * n // num_faults for n in (index, index + 1))
         step = begin + rng.randrange(min(SPREAD_STEPS, after - begin - SLOT_STEPS + 1))
         rank, *others = rng.sample(range(ranks), size)
@@ -142,10 +142,10 @@ def make_schedule(*, steps: int, ranks: int, num_faults: int, seed: int) -> list
         raise UsageError(
             f"{num_faults} faults do not fit into {steps} steps; take --steps {least_steps(num_slots)} or more"
         )
-    kinds: list[str | None] = [*_dealt(PLACES, num_placed, rng), *([None] * num_random)]
+    kinds: list[str | None] = [*dealt(PLACES, num_placed, rng), *([None] * num_random)]
     rng.shuffle(kinds)
     followed = _choose_followed(kinds, num_following, rng)
-    victims = _dealt(tuple(range(ranks)), num_slots, rng)
+    victims = dealt(tuple(range(ranks)), num_slots, rng)
     faults: list[Fault] = []
     for slot, (kind, rank) in enumerate(zip(kinds, victims, strict=True)):
         begin, after = (first + (end - first) * n // num_slots for n in (slot, slot + 1))
@@ -171,7 +171,7 @@ def least_steps(num_slots: int) -> int:
     return steps
 
 
-def _dealt(cards: tuple[T, ...], number: int, rng: random.Random) -> list[T]:
+def dealt(cards: tuple[T, ...], number: int, rng: random.Random) -> list[T]:
     """`number` of the cards: each round shuffled, every card once in a round."""
     dealt: list[T] = []
     while len(dealt) < number:

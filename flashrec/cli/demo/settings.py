@@ -23,6 +23,15 @@ FAULTS = {
     "all-ranks": "all ranks at once",
     "daemon": "the daemon, then single ranks",
 }
+NODE_FAULTS = {
+    "node": "a node: its memory, then its daemon and all of its processes",
+    "rank": "one rank, on a member's node and on the leader's in turn",
+    "daemon": "a member's daemon, while its ranks live",
+    "link": "nobody: a node's link is cut, and healed",
+    "replica-corrupt": "a node, when a replica of its ranks is corrupt",
+    "node-during-recovery": "a node, and in the recovery the one that its ranks go to",
+}
+"""With --nodes."""
 PAIRS_OF_PAIRS = 4
 VOCAB_SIZE = 96  # of flashrec/demo/text.py
 
@@ -68,6 +77,13 @@ class Settings:
     fault: str = "rank"
     brief: bool = False
     """One parallelism and one kind of fault on a small model, rather than all about DDP."""
+    nodes: int = 0
+    """Nodes that have ranks, each with a daemon of its own; 0: one daemon, and nothing between nodes."""
+    spare_nodes: int = 0
+    replicas: int = 0
+    namespaces: bool = False
+    """Every node in a network namespace, with a /dev/shm of its own."""
+    suspect_after_s: float = 3.0
 
     @property
     def sizes(self) -> Sizes:
@@ -133,6 +149,8 @@ def choose(
             standby=standby or "built",
         )
     parallel, fault = parallel or "ddp", fault or "rank"
+    if fault not in FAULTS:
+        raise UsageError(f"--fault {fault} is of several nodes: say --nodes 2")
     if ranks not in (None, PAIRS_OF_PAIRS):
         raise UsageError(
             f"--parallel and --fault are shown on {PAIRS_OF_PAIRS} ranks, of which some make pairs of pairs, "

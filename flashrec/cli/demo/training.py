@@ -33,6 +33,28 @@ class Watcher(Protocol):
     def training(self, tags: Sequence[Tag | None], record: "Record") -> None: ...
 
 
+class Tags(Protocol):
+    """Those of a job's ranks, as they are now."""
+
+    def all(self) -> list[Tag | None]: ...
+
+    def close(self) -> None: ...
+
+
+class JobTags:
+    """Of a job whose ranks are on this node."""
+
+    def __init__(self, shm_dir: Path, world_size: int) -> None:
+        self._readers = [TagReader(tag_path(shm_dir, rank)) for rank in range(world_size)]
+
+    def all(self) -> list[Tag | None]:
+        return [reader.read() for reader in self._readers]
+
+    def close(self) -> None:
+        for reader in self._readers:
+            reader.close()
+
+
 @dataclass
 class Record:
     """Everything known about the run, while it goes on and afterwards. Instants are `time.monotonic_ns()`."""
@@ -82,13 +104,13 @@ class Training:
     def run(self, watcher: Watcher) -> Record:
         began = time.monotonic()
         submission = Submission(self._client, self._job(), lambda rank, stream: False)
-        readers = [TagReader(tag_path(submission.shm_dir, rank)) for rank in range(self._settings.ranks)]
+        readers = self._tags(submission)
         moved_at, last_commits = began, -1
         try:
             with Client(self._client.run_dir) as observer:
                 while submission.ended is None:
-                    tags = [reader.read() for reader in readers]
-                    self._strike(submission.shm_dir, tags)
+                    tags = readers.all()
+                    self._strike(submission, tags)
                     self._take(submission.poll(POLL_S), observer)
                     watcher.training(tags, self.record)
                     commits = sum(tag.committed for tag in tags if tag is not None)
@@ -99,13 +121,11 @@ class Training:
                             f"no step was committed for {STALLED_S:.0f} s: {_where(tags)}; the job is ended"
                         )
                 self._note()
-                self._remember(ask_status(observer)["last_job"])
-                watcher.training([reader.read() for reader in readers], self.record)
+                self._ended(ask_status(observer)["last_job"])
+                watcher.training(readers.all(), self.record)
         finally:
-            if self._injector is not None:
-                self._injector.close()
-            for reader in readers:
-                reader.close()
+            self._close()
+            readers.close()
         if submission.ended.code:
             self.record.failure = submission.ended.reason
         if self._disturbed_since is not None:
@@ -113,7 +133,10 @@ class Training:
         self.record.seconds = time.monotonic() - began
         return self.record
 
-    def _strike(self, shm_dir: Path, tags: Sequence[Tag | None]) -> None:
+    def _tags(self, submission: Submission) -> "Tags":
+        return JobTags(submission.shm_dir, self._settings.ranks)
+
+    def _strike(self, submission: Submission, tags: Sequence[Tag | None]) -> None:
         """The daemon first, if it is to be struck; then the ranks."""
         if self._injector is None and self._daemon is not None and not self._daemon.over:
             self._daemon.advance(min(tag.committed if tag is not None else 0 for tag in tags))
@@ -121,7 +144,7 @@ class Training:
         elif self._injector is None:
             self._injector = InjectorProcess(
                 self._client.run_dir,
-                shm_dir,
+                submission.shm_dir,
                 self._settings.ranks,
                 self._settings.standby,
                 self.record.faults,
@@ -129,6 +152,10 @@ class Training:
         if self._daemon is not None:
             self._daemon.reap([self._injector.pid] if self._injector is not None else [])
         self._note()
+
+    def _close(self) -> None:
+        if self._injector is not None:
+            self._injector.close()
 
     def _job(self) -> msg.Submit:
         return submit_from_here(
@@ -165,6 +192,10 @@ class Training:
                 self._remember(ask_status(observer)["job"])
             case "running" if self._settings.standby == "none":
                 self._undisturbed()
+
+    def _ended(self, job: dict[str, Any] | None) -> None:
+        """The job is over: its last status."""
+        self._remember(job)
 
     def _remember(self, job: dict[str, Any] | None) -> None:
         """What the daemon's status says about the job that only the daemon knows."""

@@ -88,7 +88,7 @@ class LiveView:
         return Group(title, progress)
 
 
-class PlainView:
+class Lines:
     """Lines for a log: each thing once, when it happens."""
 
     def __init__(self, console: Console, settings: Settings) -> None:
@@ -96,37 +96,20 @@ class PlainView:
         self._settings = settings
         self._struck: set[int] = set()
         self._recovered: set[int] = set()
-        self._told_of_daemon = 0
         self._step = 0
-
-    def __enter__(self) -> "PlainView":
-        depth = {"none": "no standby"}.get(self._settings.standby, f"a {self._settings.standby} standby")
-        if self._settings.brief:
-            self._line(f"{self._settings.parallel}: {PARALLEL[self._settings.parallel]}")
-        self._line(
-            f"{self._settings.model} on {self._settings.ranks} ranks with {depth}, {self._settings.steps} steps"
-        )
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         pass
 
-    def training(self, tags: Sequence[Tag | None], record: Record) -> None:
-        if record.daemon is not None:
-            lines = brief.daemon_words(record.daemon)
-            for line in lines[self._told_of_daemon :]:
-                self._line(line)
-            self._told_of_daemon = len(lines)
-        for report in record.reports():
-            index = report.fault.index
-            if report.fired and index not in self._struck:
-                self._struck.add(index)
-                self._line(f"fault {index + 1}: {brief.killed(report)}")
-            if report.recovered_ms is not None and index not in self._recovered:
-                self._recovered.add(index)
-                self._line(f"fault {index + 1}: recovered, {report.recovered_ms:.0f} ms after the signal")
+    def _recovery(self, index: int, recovered_ms: float | None) -> None:
+        """The job has recovered from fault `index` by then; None: not yet."""
+        if recovered_ms is not None and index not in self._recovered:
+            self._recovered.add(index)
+            self._line(f"fault {index + 1}: recovered, {recovered_ms:.0f} ms after the signal")
+
+    def _progress(self, tags: Sequence[Tag | None]) -> None:
         known = [tag for tag in tags if tag is not None]
         done = min((tag.committed for tag in known), default=-1)
         if len(known) == len(tags) and done >= self._step + LINE_EVERY_STEPS:
@@ -141,6 +124,37 @@ class PlainView:
 
     def _line(self, text: str) -> None:
         self._console.print(Text(text), soft_wrap=True)
+
+
+class PlainView(Lines):
+    """Of the demo on one node."""
+
+    def __init__(self, console: Console, settings: Settings) -> None:
+        super().__init__(console, settings)
+        self._told_of_daemon = 0
+
+    def __enter__(self) -> "PlainView":
+        depth = {"none": "no standby"}.get(self._settings.standby, f"a {self._settings.standby} standby")
+        if self._settings.brief:
+            self._line(f"{self._settings.parallel}: {PARALLEL[self._settings.parallel]}")
+        self._line(
+            f"{self._settings.model} on {self._settings.ranks} ranks with {depth}, {self._settings.steps} steps"
+        )
+        return self
+
+    def training(self, tags: Sequence[Tag | None], record: Record) -> None:
+        if record.daemon is not None:
+            lines = brief.daemon_words(record.daemon)
+            for line in lines[self._told_of_daemon :]:
+                self._line(line)
+            self._told_of_daemon = len(lines)
+        for report in record.reports():
+            index = report.fault.index
+            if report.fired and index not in self._struck:
+                self._struck.add(index)
+                self._line(f"fault {index + 1}: {brief.killed(report)}")
+            self._recovery(index, report.recovered_ms)
+        self._progress(tags)
 
 
 View = LiveView | PlainView
