@@ -48,7 +48,9 @@ class Job:
         max_restarts: int | None = None,
         suspect_after_s: float = 3.0,
         env: Mapping[str, str] | None = None,
+        submit: Mapping[str, Any] | None = None,
     ) -> None:
+        """`submit`: what else the job asks for, as in `submit_from_here`."""
         self.folder = folder
         self.world_size = world_size
         self.output: list[tuple[int, str, str]] = []
@@ -63,7 +65,7 @@ class Job:
         self._client = Client(self._run_dir)
         self._control = Client(self._run_dir)
         self._present_at = 0.0
-        submit = submit_from_here(
+        request = submit_from_here(
             str(script),
             world_size=world_size,
             args=arguments,
@@ -74,8 +76,9 @@ class Job:
             start_method=start_method,
             pull=pull,
             suspect_after_s=suspect_after_s,
+            **(submit or {}),
         )
-        answer = self._client.ask(submit)
+        answer = self._client.ask(request)
         assert isinstance(answer, msg.Submitted)
         self.shm_dir = Path(answer.shm_dir)
 
@@ -186,6 +189,16 @@ class Job:
     def close(self) -> None:
         self._client.__exit__(None, None, None)
         self._control.__exit__(None, None, None)
+        try:
+            self._end_daemon()
+        finally:
+            self._daemon_log.close()
+        left = [str(self.shm_dir)] if self.shm_dir.exists() else []
+        left += [f"process {pid}" for pid in _processes_of(self.folder)]
+        if left:
+            raise AssertionError(f"left behind by the job: {', '.join(left)}")
+
+    def _end_daemon(self) -> None:
         self.daemon.terminate()
         try:
             self.daemon.wait(15)
@@ -193,12 +206,6 @@ class Job:
             self.daemon.kill()
             self.daemon.wait()
             raise
-        finally:
-            self._daemon_log.close()
-        left = [str(self.shm_dir)] if self.shm_dir.exists() else []
-        left += [f"process {pid}" for pid in _processes_of(self.folder)]
-        if left:
-            raise AssertionError(f"left behind by the job: {', '.join(left)}")
 
     def __enter__(self) -> "Job":
         return self

@@ -2,6 +2,7 @@
 
 python -m chaos.matrix [--traits] [--ranks N] [--rounds N]
 python -m chaos.matrix --parallel [KIND ...] [--rounds N]      instead, every place x loss x parallelism
+python -m chaos.matrix --nodes [KIND ...] [--rounds N]         instead, every place x loss of a node x parallelism
 
 Prints a line for each job, and the objections to it, if any; the exit code is the number of jobs objected to.
 """
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
-from chaos import parallel
+from chaos import nodes, parallel
 from chaos.faults.base import Fault
 from chaos.faults.kill_at_place import KillAtPlace
 from chaos.faults.kill_in_recovery import KillInRecovery
@@ -54,7 +55,8 @@ def scenarios(world_size: int, with_traits: bool) -> Iterator[tuple[str, Scenari
         standby, standbys = DEPTHS[depth]
         for kind, faults in {"places": _places(world_size, trait), "recoveries": _recoveries(depth)}.items():
             steps = max(getattr(fault, "step", 0) for fault in faults) + 3
-            recipe = Recipe(steps=steps, standby=standby, **TRAITS[trait])  # type: ignore[arg-type]
+            # Without full versions, for where one is at hand nobody has to serve.
+            recipe = Recipe(steps=steps, standby=standby, seal_every=0, **TRAITS[trait])  # type: ignore[arg-type]
             yield (
                 f"{depth}, {trait}, {kind}",
                 Scenario(
@@ -83,6 +85,8 @@ def _recoveries(depth: str) -> list[Fault]:
 
 
 def chosen(options: argparse.Namespace) -> Iterator[tuple[str, Scenario]]:
+    if options.nodes is not None:
+        return nodes.scenarios(options.nodes)
     if options.parallel is not None:
         return parallel.scenarios(options.parallel)
     return scenarios(options.ranks, options.traits)
@@ -95,6 +99,9 @@ def main() -> int:
     )
     parser.add_argument(
         "--parallel", nargs="*", metavar="KIND", help="losses under every parallelism, or these"
+    )
+    parser.add_argument(
+        "--nodes", nargs="*", metavar="KIND", help="losses of nodes under every parallelism, or these"
     )
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=1)

@@ -19,11 +19,11 @@ def install() -> None:
     """Once per process, after flashrec was imported and before init()."""
     from flashrec.gate import AllReduceGate, SharedMemoryGate
     from flashrec.groups import GroupSet
+    from flashrec.keeping import Keeper
     from flashrec.protected import ProtectedState
-    from flashrec.state.private_slots import PrivateSlots
     from flashrec.state.sealing import Sealer
 
-    _probe(PrivateSlots, "seal", before="seal")
+    _probe(Keeper, "seal_private", before="seal")
     _probe(Sealer, "finish", before="finish", after="sealed")
     for gate in (SharedMemoryGate, AllReduceGate):
         _probe(gate, "agree", before="vote", after="voted")

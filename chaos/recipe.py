@@ -55,11 +55,18 @@ class Recipe:
     """What is peculiar about the demo's model, of "mixed_precision", "frozen", "uneven", "tied", "moe"."""
     survive: str = "ranks"
     """As in flashrec.protect()."""
+    seal_every: int | None = None
+    """As in flashrec.protect(). Without a number it follows from times how much is done again when all have died."""
+    paced: bool = False
+    """Ranks do not run far ahead of what strikes them (`chaos.pace`)."""
 
     @property
     def redone_at_most(self) -> int:
         """How many committed steps a recovery may do again."""
-        return 0 if self.parallel == "ddp" and self.survive == "ranks" else 1
+        if self.parallel != "ddp" or self.survive != "ranks":
+            return 1
+        # After a recovery the ranks agree first on when the next full version is due, which takes them a step.
+        return self.seal_every + 1 if self.seal_every else 0
 
     @property
     def script(self) -> Path:

@@ -5,10 +5,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from chaos.cues import Cue, fired_path, write_cues
 from chaos.faults.base import Evidence, Fault
 from chaos.job import Job, JobStuck
+from chaos.nodes_job import NodesJob
 from chaos.recipe import Recipe
 from chaos.redone import given_up_steps
 from chaos.reference import Reference
@@ -28,6 +30,11 @@ class Scenario:
     max_restarts: int | None = None
     suspect_after_s: float = 3.0
     deadline_s: float = 60.0
+    nodes: int = 1
+    """With more than one each has a daemon of its own."""
+    spare_nodes: int = 0
+    replicas: int = 0
+    namespaces: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,24 +55,36 @@ def run(scenario: Scenario, folder: Path) -> Outcome:
         cue.name: (fault, cue) for fault in scenario.faults for cue in fault.cues()
     }
     write_cues(folder, [cue for _, cue in waiting.values()])
-    arguments = [str(folder / "recipe.json"), str(out)]
-    with Job(
-        folder,
-        scenario.recipe.script,
-        arguments,
-        world_size=scenario.world_size,
-        standbys=scenario.standbys,
-        pull=scenario.pull,
-        start_method=scenario.start_method,
-        max_restarts=scenario.max_restarts,
-        suspect_after_s=scenario.suspect_after_s,
-    ) as job:
+    with _started(scenario, folder, [str(folder / "recipe.json"), str(out)]) as job:
         ended = _drive(job, scenario, waiting)
         names = [cue.name for fault in scenario.faults for cue in fault.cues()]
         deaths = [death for recovery in job.final_status["recoveries"] for death in recovery["faults"]]
         fired = frozenset(name for name in names if fired_path(folder, name).exists())
         evidence = Evidence(tuple(deaths), tuple(job.events), fired)
     return Outcome(scenario, folder, ended, evidence, job)
+
+
+def _started(scenario: Scenario, folder: Path, arguments: list[str]) -> Job:
+    options: dict[str, Any] = {
+        "world_size": scenario.world_size,
+        "standbys": scenario.standbys,
+        "pull": scenario.pull,
+        "start_method": scenario.start_method,
+        "max_restarts": scenario.max_restarts,
+        "suspect_after_s": scenario.suspect_after_s,
+    }
+    if scenario.nodes == 1:
+        return Job(folder, scenario.recipe.script, arguments, **options)
+    return NodesJob(
+        folder,
+        scenario.recipe.script,
+        arguments,
+        nodes=scenario.nodes,
+        spare_nodes=scenario.spare_nodes,
+        replicas=scenario.replicas,
+        namespaces=scenario.namespaces,
+        **options,
+    )
 
 
 def _drive(job: Job, scenario: Scenario, waiting: dict[str, tuple[Fault, Cue]]) -> JobEnded:

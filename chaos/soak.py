@@ -5,6 +5,11 @@ python -m chaos.soak [--recoveries N] [--ranks N] [--standby built|forked|none] 
 Rank 0 is never struck: its memory, threads and descriptors, and the daemon's, are read after every recovery.
 The others are killed in a place and step drawn by the seed. At the end every bit is compared with an
 undisturbed run, as ever.
+
+python -m chaos.soak --nodes [LOSSES] [--spares N] [--seed N]
+
+The same with whole nodes: one is lost with its memory, its rank goes on on a spare, its daemon is started again and
+becomes a spare (`chaos.nodes_soak`).
 """
 
 import argparse
@@ -19,6 +24,7 @@ from chaos.cues import Cue
 from chaos.faults.base import Evidence, Fault
 from chaos.faults.kill_at_place import KillAtPlace
 from chaos.job import Job
+from chaos.nodes_soak import soak_nodes
 from chaos.recipe import Recipe
 from chaos.reference import Reference
 from chaos.scenario import Outcome, Scenario, objections, run
@@ -128,7 +134,13 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--standby", choices=tuple(DEPTHS), default="built")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--nodes", type=int, nargs="?", const=200, metavar="LOSSES", help="lose nodes instead"
+    )
+    parser.add_argument("--spares", type=int, default=1, help="of nodes")
     options = parser.parse_args()
+    if options.nodes is not None:
+        return _nodes(options.nodes, options.spares, options.seed)
     with (
         tempfile.TemporaryDirectory(prefix="flashrec-r-") as kept,
         tempfile.TemporaryDirectory(prefix="flashrec-c-") as folder,
@@ -144,6 +156,22 @@ def main() -> int:
             )
     print(f"{len(growth.num_files)} recoveries; files in shared memory: {growth.num_files[-1]}")
     print("\n".join(found) or "every bit as in the undisturbed run, nothing grew")
+    return 1 if found else 0
+
+
+def _nodes(losses: int, spares: int, seed: int) -> int:
+    with (
+        tempfile.TemporaryDirectory(prefix="flashrec-r-") as kept,
+        tempfile.TemporaryDirectory(prefix="flashrec-c-") as folder,
+        Reference(Path(kept)) as reference,
+    ):
+        outcome, readings, fault = soak_nodes(losses, spares, seed, Path(folder))
+        found = [*readings.grown(), *objections(outcome, reference)]
+    print("\n" + "\n".join(readings.table()))
+    print(
+        f"{losses} losses, {statistics.median(fault.cycles_s):.1f} s each (median), {sum(fault.cycles_s):.0f} s in all"
+    )
+    print("\n".join(found) or "every bit as in the undisturbed run, at most a step done again, nothing grew")
     return 1 if found else 0
 
 

@@ -9,10 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.leaks import MARK, Census
 
 GUARDED = ("integration", "chaos")
+
+# How long an example takes says how busy the machine is. The same examples every time, so that a change is
+# judged by what it changes; `pytest --hypothesis-profile=search tests/unit` looks for new ones.
+settings.register_profile("flashrec", deadline=None, derandomize=True)
+settings.register_profile("search", deadline=None, derandomize=False, max_examples=2000, print_blob=True)
+settings.load_profile("flashrec")
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from flashrec.prctl import is_subreaper
 from flashrecd.supervise.descendants import descendants_of, process_stat
 
 MARK = "FLASHREC_TEST"
@@ -31,6 +32,7 @@ class Census:
         self._shared = set(os.listdir(SHARED_MEMORY))
         self._threads = set(threading.enumerate())
         self._descriptors = _descriptors()
+        self._subreaper = is_subreaper()
 
     def left(self, patience_s: float = PATIENCE_S) -> list[str]:
         """One line for each thing."""
@@ -50,6 +52,8 @@ class Census:
         names += [
             f"temporary {path.name}" for path in self._temporary.iterdir() if not NOT_OURS.match(path.name)
         ]
+        if is_subreaper() != self._subreaper:
+            names.append(f"a child subreaper: {not self._subreaper}, where it was {self._subreaper}")
         return names
 
     def _marked(self) -> set[int]:

@@ -1,4 +1,4 @@
-"""What the tests need to know of README.md: its snippets, commands and links."""
+"""What the tests need to know of README.md, and of the pages it leads to: their snippets, commands and links."""
 
 import re
 import shlex
@@ -6,17 +6,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
+NODES = (ROOT / "docs" / "nodes.md").read_text()
 
 
-def snippets(language: str) -> list[str]:
+def snippets(language: str, text: str = TEXT) -> list[str]:
     """The fenced blocks of a language, in order."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", TEXT, flags=re.DOTALL | re.MULTILINE)
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
 
 
-def commands(program: str) -> list[list[str]]:
+def commands(program: str, text: str = TEXT) -> list[list[str]]:
     """Arguments of every shown call of a program, without its name."""
     lines = [
-        line[2:] for block in snippets("console") for line in block.splitlines() if line.startswith("$ ")
+        line[2:]
+        for block in snippets("console", text)
+        for line in block.splitlines()
+        if line.startswith("$ ")
     ]
     words = [shlex.split(line, comments=True) for line in lines]
     return [arguments for name, *arguments in words if name == program]

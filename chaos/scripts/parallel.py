@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from chaos import pace
 from chaos.cues import cues
 from chaos.recipe import Recipe
 
@@ -55,6 +56,7 @@ def options_of(recipe: Recipe, out: Path) -> demo.Options:
 class Run:
     def __init__(self, recipe: Recipe, out: Path) -> None:
         self.options, self.out = options_of(recipe, out), out
+        self._is_paced = recipe.paced and not PLAIN
         self.training = parallelism.build(self.options)
         self.scheduler = demo.build_scheduler(self.training.optimizer, self.options)
         self.index = 0
@@ -91,6 +93,8 @@ class Run:
         for step in flashrec.steps(demo.loader_factory(self.options, corpus), total=self.options.steps):
             self.index = step.index
             with step:
+                if self._is_paced:
+                    pace.keep(self.out, step.index)
                 inputs, targets = step.batch
                 loss = self.training.forward_backward(inputs, targets)
                 self.training.clip_gradients(1.0)
@@ -131,6 +135,7 @@ def main() -> None:
         scheduler=run.scheduler,
         replicated_over=run.training.replicated_over,
         survive=recipe.survive,
+        seal_every=recipe.seal_every,
     )
     run.watch_optimizer()
     cues.reach("protected", None)

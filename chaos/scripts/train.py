@@ -328,7 +328,9 @@ def main() -> None:
     training = Training(recipe, out)
     cues.reach("build", None)
     optimizer = training.optimizers if len(training.optimizers) > 1 else training.optimizers[0]
-    flashrec.protect(model=training.model, optimizer=optimizer, **training.common)
+    flashrec.protect(
+        model=training.model, optimizer=optimizer, seal_every=recipe.seal_every, **training.common
+    )
     training.watch_optimizers()
     cues.reach("protected", None)
     training.run()

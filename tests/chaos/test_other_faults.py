@@ -60,7 +60,7 @@ def test_the_restart_budget_ends_the_job(folder) -> None:  # type: ignore[no-unt
 
 def test_every_rank_killed_names_what_has_no_source(folder) -> None:  # type: ignore[no-untyped-def]
     fault = KillTogether((0, 1, 2), "backward", 4)
-    outcome = run(Scenario(recipe=Recipe(steps=8), faults=[fault]), folder)
+    outcome = run(Scenario(recipe=Recipe(steps=8, seal_every=0), faults=[fault]), folder)
     assert fault.missing(outcome.evidence) is None
     assert outcome.ended.code == 1
     assert "cannot recover" in outcome.ended.reason

@@ -278,10 +278,10 @@ def test_numbers_that_are_not_whole_are_not_taken(tmp_path: Path) -> None:
 
 def test_what_cannot_be_agreed_on_is_refused(tmp_path: Path) -> None:
     gate = SharedMemoryGate(tmp_path, 0, 1, 1)
-    with pytest.raises(UsageError, match="1 to 5 numbers"):
+    with pytest.raises(UsageError, match=f"1 to {MAX_VALUES} numbers"):
         gate.agree([])
-    with pytest.raises(UsageError, match="1 to 5 numbers"):
-        gate.agree([1] * 6)
+    with pytest.raises(UsageError, match=f"1 to {MAX_VALUES} numbers"):
+        gate.agree([1] * (MAX_VALUES + 1))
     gate.close()
     with pytest.raises(GateBroken, match="closed"):
         gate.agree([1])

@@ -40,6 +40,22 @@ def test_step_cost_compares_pairs_and_names_the_parts() -> None:
     assert size["parts"]["gate: agreement, with waiting"]["calls"] == 1
 
 
+def test_compression_tells_what_is_left_of_each_kind_of_state() -> None:
+    figures = run("compression", "--size", "tiny", "--steps", 2, "--rounds", 1)
+    assert len(figures["kinds"]) == 4
+    for one in figures["kinds"].values():
+        assert 0 < one["left"] < 1
+        assert one["pays_below_mb_s"] == one["pack_mb_s"] > 0
+
+
+def test_full_versions_compares_steps_that_seal_with_those_beside_them() -> None:
+    figures = run("full_versions", "--sizes", "tiny", "--steps", 120)
+    (size,) = figures["sizes"]
+    assert size["full_versions"] > size["step_ms"]["pairs"] >= 1
+    assert size["every"] >= 1
+    assert size["pace_ms"] > 0
+
+
 def test_recovery_kills_and_accounts_for_the_time() -> None:
     figures = run("recovery", "--size", "tiny", "--kills", 1, "--depths", "built", "--restarts", 0)
     (found,) = figures["depths"]
@@ -53,6 +69,33 @@ def test_the_comparison_loses_steps_and_does_them_again() -> None:
     assert figures["torchrun"]["kills"] == 1
     assert figures["torchrun"]["each"][0]["steps_again"] >= 0
     assert figures["torchrun"]["total"]["median"] > 0
+
+
+def test_node_loss_loses_a_node_and_a_rank_and_accounts_for_the_time() -> None:
+    figures = run("node_loss", "--sizes", "tiny", "--losses", 1)
+    node, rank = figures["losses"]
+    (lost,), (killed,) = node["each"], rank["each"]
+    assert lost["total"] == lost["redone"]
+    for one in (lost, killed):
+        assert 0 < one["planned"] <= one["pulled"] <= one["formed"] <= one["redone"]
+    assert lost["dead"] > 0
+    assert lost["full"] > 0
+    assert "full" not in killed
+
+
+@pytest.mark.parametrize("case", ["frozen", "live"])
+def test_replication_cost_compares_three_sides(case: str) -> None:
+    options = ["--sizes", "tiny", "--rounds", 2, "--block-steps", 4, "--intervals", 2]
+    figures = run("replication_cost", "--cases", case, *options)
+    (found,) = figures["cases"]
+    for what in ("step_ms", "cpu_ms"):
+        assert all(found[what][side] > 0 for side in ("bare", "alone", "replicas"))
+        for base in ("bare", "alone"):
+            low, high = found[what][f"over_{base}_percent_95"]
+            assert low <= found[what][f"over_{base}_percent"] <= high
+    part = found["replication"]
+    assert part["rounds"] == 2
+    assert part["sent_mb"] > 0
 
 
 def test_gate_measures_both_transports() -> None:

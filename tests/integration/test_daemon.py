@@ -169,7 +169,8 @@ def test_metrics(run_dir: Path, tmp_path: Path) -> None:
         assert set(idle) == {"flashrec_refused_messages"}
         (sample,) = idle["flashrec_refused_messages"].samples
         assert (sample.name, sample.value) == ("flashrec_refused_messages_total", 0)
-        with made.run("--nproc-per-node", "2", script(tmp_path, WAITING), tmp_path) as job:
+        options = ("--nproc-per-node", "2", "--pull", "zmq")
+        with made.run(*options, script(tmp_path, WAITING), tmp_path) as job:
             ranks_are_there(tmp_path, 2)
             found = scrape(port)
             for name, family in found.items():
@@ -177,12 +178,14 @@ def test_metrics(run_dir: Path, tmp_path: Path) -> None:
                 assert family.documentation
                 # What is measured says its unit; what is counted says what.
                 assert name.endswith(
-                    ("_seconds", "_bytes", "_ranks", "_processes", "_steps", "_messages")
-                ) or (name in ("flashrec_generation", "flashrec_restarts")), name
+                    ("_seconds", "_bytes", "_ranks", "_processes", "_steps", "_messages", "_versions")
+                ) or (name in ("flashrec_generation", "flashrec_restarts", "flashrec_shards_up")), name
             world = found["flashrec_world_size_ranks"].samples[0]
             assert world.value == 2
             assert world.labels == {"job": made.status()["job"]["job"]}
             assert found["flashrec_restarts"].type == "counter"
+            assert found["flashrec_shards_up"].samples[0].value == 1
+            assert found["flashrec_shards_waiting_versions"].type == "gauge"
             recovery = {s.name for s in found["flashrec_recovery_seconds"].samples}
             assert {f"flashrec_recovery_seconds_{part}" for part in ("bucket", "count", "sum")} <= recovery
             (tmp_path / "go").touch()

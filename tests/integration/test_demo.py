@@ -135,7 +135,7 @@ def test_training_without_faults(tmp_path: Path) -> None:
         (["--parallel", "fsdp", "--ranks", "3"], 1, "shown on 4 ranks"),
         (["--parallel", "tp", "--standby", "built"], 1, "--standby built does not go with --parallel tp"),
         (["--fault", "two-ranks", "--steps", "9"], 1, "3 faults do not fit into 9 steps; take --steps"),
-        (["--fault", "node"], 2, "'node' is not one of"),
+        (["--fault", "fire"], 2, "'fire' is not one of"),
     ],
 )
 def test_what_cannot_work_is_said_before_anything_starts(

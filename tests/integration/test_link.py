@@ -13,6 +13,7 @@ import pytest
 import zmq
 
 from flashrec import link as link_module
+from flashrec.errors import ProtocolError
 from flashrec.link import DaemonFound, DaemonLost, Link
 from flashrec.protocol import messages as msg
 from flashrec.protocol.codec import decode, encode
@@ -41,8 +42,9 @@ class FakeDaemon:
                 return message
         raise AssertionError(f"none of {kinds} came")
 
-    def say(self, message: msg.Message) -> None:
-        self.socket.send_multipart([self.peer, encode(message)])
+    def say(self, message: msg.Message | bytes) -> None:
+        data = message if isinstance(message, bytes) else encode(message)
+        self.socket.send_multipart([self.peer, data])
 
     def welcome(self, *, patience_s: float = 60.0, rank: int | None = 1) -> msg.Welcome:
         return msg.Welcome(
@@ -152,6 +154,39 @@ def test_whom_a_daemon_refuses_it_asks_no_more(address: str, first: FakeDaemon) 
     second.die()
 
 
+def test_a_malformed_message_ends_the_rank_with_its_reason_and_not_the_link(
+    address: str, first: FakeDaemon
+) -> None:
+    link = connected(address, first)
+    told: list[str] = []
+    link.on_garbled = told.append
+    first.say(msg.Prepare())
+    first.say(b"\x00garbage")
+    first.say(msg.Released())
+    assert link.receive(20) == msg.Prepare()
+    with pytest.raises(ProtocolError, match="a message of the daemon's is malformed: not"):
+        link.receive(20)
+    assert link.receive(20) == msg.Released()
+    assert len(told) == 1
+    link.send(msg.Noted("p1", "it still talks", None, ""))
+    assert isinstance(first.next(msg.Noted), msg.Noted)
+    link.close()
+
+
+def test_a_malformed_answer_to_an_offer_is_none(address: str, first: FakeDaemon) -> None:
+    link = connected(address, first)
+    first.die()
+    assert isinstance(link.receive(20), DaemonLost)
+    second = FakeDaemon(address)
+    second.next(msg.Rejoin)
+    second.say(b"garbage")
+    second.next(msg.Rejoin)
+    second.say(second.welcome())
+    assert isinstance(link.receive(20), DaemonFound)
+    link.close()
+    second.die()
+
+
 def test_without_patience_there_is_no_other_daemon(address: str, first: FakeDaemon) -> None:
     link = connected(address, first, patience_s=0.0)
     first.die()
@@ -167,7 +202,7 @@ def test_a_standby_without_a_rank_offers_itself_to_nobody(address: str, first: F
     second = FakeDaemon(address)
     assert not second.socket.poll(200)
     # One that had been given a rank, and learns it only now, is a rank like any other.
-    link.take_rank(1, 3)
+    link.take_rank(msg.Assign(1, 3))
     offer = second.next(msg.Rejoin)
     assert isinstance(offer, msg.Rejoin)
     assert (offer.rank, offer.generation) == (1, 3)

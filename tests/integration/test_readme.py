@@ -1,5 +1,6 @@
 """README.md's script is run as written, and its commands have the options it shows."""
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests import readme
-from tests.integration.commands import daemon
+from tests.integration.commands import DEADLINE_S, daemon
+from tests.integration.node_jobs import free_port
+from tests.leaks import wait_until
 
 FLASHREC = [sys.executable, "-c", "import sys; from flashrec.cli import main; sys.exit(main())"]
 ENVIRONMENT = {"PATH": os.defpath, "PYTHONPATH": f"{readme.ROOT}:{readme.ROOT / 'daemon'}"}
@@ -59,3 +62,40 @@ def test_shown_options_exist(arguments: list[str], tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for option in [argument for argument in arguments if argument.startswith("--")]:
         assert option in done.stdout
+
+
+def test_a_job_runs_on_several_nodes_as_shown(tmp_path: Path) -> None:
+    """docs/nodes.md's commands, with addresses of this machine, fewer ranks, and a directory for each node."""
+    (snippet,) = readme.snippets("python")
+    (tmp_path / "train.py").write_text(snippet)
+    shown = readme.commands("flashrec", readme.NODES)
+    keygen, submit, status = (
+        next(one for one in shown if one[0] == name) for name in ("keygen", "run", "status")
+    )
+    lead, join = readme.commands("flashrecd", readme.NODES)
+    assert run(keygen, tmp_path).returncode == 0
+    here = {
+        "10.0.0.1:7400": f"127.0.0.1:{free_port()}",
+        "8": "2",
+        "cluster.key": str(tmp_path / "cluster.key"),
+    }
+    with contextlib.ExitStack() as stack:
+        nodes = [
+            stack.enter_context(
+                daemon(tmp_path / name, *(here.get(one, one) for one in options), "--name", name)
+            )
+            for name, options in {"a": lead, "b": join, "c": join}.items()
+        ]
+        assert wait_until(lambda: len(nodes[0].events("node joined")) == 2, DEADLINE_S)
+        arguments = [here.get(argument, argument) for argument in submit]
+        done = run([arguments[0], "--dir", str(nodes[0].run_dir), *arguments[1:]], tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert len([line for line in done.stdout.splitlines() if " loss " in line]) == 40
+        assert run([*status, "--dir", str(nodes[0].run_dir)], tmp_path).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "arguments", readme.commands("flashrec", readme.NODES), ids=lambda arguments: arguments[0]
+)
+def test_options_shown_for_several_nodes_exist(arguments: list[str], tmp_path: Path) -> None:
+    test_shown_options_exist(arguments, tmp_path)

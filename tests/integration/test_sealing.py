@@ -27,10 +27,12 @@ PYTHONPATH = os.pathsep.join([str(ROOT), *sys.path])
 SEALING = """
 import sys
 from pathlib import Path
+from flashrec.state.arena import Arena
 from flashrec.state.sealing import Sealer
 from tests.arenas import JOB, RANK, blob_of, rank_layout, tensors
+problems = Arena(Path(sys.argv[1]), RANK, JOB).problems()
+assert not problems, problems
 sealer = Sealer(Path(sys.argv[1]), RANK, JOB)
-assert not sealer.problems, sealer.problems
 layouts = [rank_layout([3_000_000, 5, 900_000], [200_000, 7]), rank_layout([3_000_000, 5, 900_000, 2_000_000])]
 version = -1 if sealer.newest() is None else sealer.newest()
 while True:

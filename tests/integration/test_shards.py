@@ -21,11 +21,11 @@ from torch import nn
 
 from flashrec.state.capture import Captured, capture
 from flashrec.state.export import export
-from flashrec.state.layout import Layout, RankLayout
+from flashrec.state.layout import Layout, RankLayout, ReplicaSet
 from flashrec.state.manifest import ExportManifest, Source, export_path
 from flashrec.state.pull import Puller, PullIncomplete, PullReport
 from flashrec.state.remote import ShardConnection, SourceFailed
-from flashrec.state.shardwire import Get, pack_request, unpack_header
+from flashrec.state.shardwire import Get, ReplyHeader, pack_header, pack_request, unpack_header
 from tests.tmpfs import run_in_tmpfs
 
 PYTHONPATH = os.pathsep.join(sys.path)
@@ -128,7 +128,7 @@ def survivor() -> Rank:
 def pull(
     puller: Puller, target: Rank, layout: Layout, parts: Sequence[Sequence[Source]], deadline_s: float = 60
 ) -> PullReport:
-    target.captured.prepare(RankLayout.same_everywhere(layout, 0, 1))
+    target.captured.prepare(RankLayout(0, (ReplicaSet((0,), layout),)))
     return puller.pull(
         target.captured.of_set(0), layout, parts, version=2, generation=2, deadline_s=deadline_s
     )
@@ -146,14 +146,14 @@ def test_a_pull_over_a_socket_is_bit_identical(
 ) -> None:
     key_file = tmp_path / "key"
     key_file.write_bytes(KEY)
-    bind = None if transport == "ipc" else "tcp://127.0.0.1:*"
+    key, bind = (b"", None) if transport == "ipc" else (KEY, "tcp://127.0.0.1:*")
     server = start(tmp_path, "--key-file", str(key_file), bind=bind)
     manifests = survivor.exports(tmp_path, 3)
     target = Rank(2)
-    report = pull(Puller(), target, survivor.layout(), remote(server.address, manifests, key=KEY))
+    report = pull(Puller(), target, survivor.layout(), remote(server.address, manifests, key=key))
     assert target.state() == survivor.state()
     assert report.refused == ()
-    assert server.stats(KEY)["sent_bytes"] == report.size_bytes == survivor.layout().total_bytes
+    assert server.stats(key)["sent_bytes"] == report.size_bytes == survivor.layout().total_bytes
     with pytest.raises(PullIncomplete, match="wrong key"):
         pull(Puller(), target, survivor.layout(), remote(server.address, manifests, key=b"guess"))
 
@@ -290,7 +290,7 @@ class Impostor:
 
 
 def ok(request: bytes, data: bytes) -> list[bytes]:
-    return [msgpack.packb([msgpack.unpackb(request)[3], "ok", ""]), data]
+    return [pack_header(ReplyHeader(msgpack.unpackb(request)[3], "ok")), data]
 
 
 @pytest.mark.parametrize(
@@ -298,10 +298,11 @@ def ok(request: bytes, data: bytes) -> list[bytes]:
     [
         (lambda request: ok(request, b"\0" * (256 << 10)), "do not match"),
         (lambda request: ok(request, b"short"), "sent 5 bytes"),
+        (lambda request: [pack_header(ReplyHeader(0, "packed")), b"\1junk"], "was to come as it is"),
         (lambda request: [b"junk"], "1 frames"),
         (lambda request: [b"junk", b""], "something else than a reply"),
-        (lambda request: [msgpack.packb([12345, "ok", ""]), b""], "not under way"),
-        (lambda request: [msgpack.packb([0, "ok", "x" * 9000]), b""], "frames"),
+        (lambda request: [pack_header(ReplyHeader(12345, "ok")), b""], "not under way"),
+        (lambda request: [pack_header(ReplyHeader(0, "ok", "x" * 9000)), b""], "frames"),
         (lambda request: [b"\xc1" * 5, b"x", b"y"], "3 frames"),
     ],
 )

@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 
 from flashrec.errors import EnvironmentFault, UsageError
+from flashrec.prctl import is_subreaper
 from flashrec.protocol.spawn import ProcSpec
 from flashrecd.supervise import ForkRefused, ForkServerGone, Launch, LogLayout, Supervisor, Tail, processes
 from flashrecd.supervise.descendants import (
     children_of,
     descendants_of,
-    is_subreaper,
     process_stat,
 )
 
