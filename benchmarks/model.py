@@ -30,6 +30,7 @@ SIZES = {
     "large": Size(width=384, num_layers=8),
     # With AdamW's state about so many MB (10^6 bytes).
     "8MB": Size(width=96, num_layers=6),
+    "16MB": Size(width=96, num_layers=12),
     "128MB": Size(width=384, num_layers=6),
     "512MB": Size(width=768, num_layers=6),
 }
@@ -66,7 +67,7 @@ def build(size: Size) -> Transformer:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-3)
 
 
 def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:

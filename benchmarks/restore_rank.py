@@ -31,7 +31,8 @@ def main() -> None:
     captured = sealing.state_of(options.size_mb, stepped=False)[1]
     if options.ahead:
         arena = Arena(options.directory, sealing.RANK, sealing.JOB)
-        warmer = Warmer(captured.prepare_ahead(arena.read(arena.sealed()[-1].version).layout))
+        own = arena.read(arena.sealed()[-1].version)
+        warmer = Warmer(captured.prepare_ahead(own.layout), [arena.map_for_pull(own)])
         warmer.wait()
         warmer.stop()
     started, cpu = time.perf_counter(), time.process_time()

@@ -68,8 +68,15 @@ def shared(model: training.Transformer, parallel: str, group: dist.ProcessGroup 
 class Bare:
     """The training without flashrec, a few steps at a time."""
 
-    def __init__(self, size: training.Size, parallel: str, group: dist.ProcessGroup, rank: int) -> None:
-        self.model = shared(training.build(size), parallel, group)
+    def __init__(
+        self,
+        size: training.Size,
+        parallel: str,
+        group: dist.ProcessGroup,
+        rank: int,
+        model: training.Transformer | None = None,
+    ) -> None:
+        self.model = shared(model or training.build(size), parallel, group)
         self.optimizer = training.optimizer_of(self.model)
         self.loader = training.loader(size, rank)
         self._batches: Iterator[Any] = iter(())
